@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from dataparallel import DataParallel
+from dataparallel.comm import kernels
 from dataparallel.comm.kernels import DeviceTable
 from dataparallel.comm.tables import Table
 from dataparallel.composable import fully_shard
@@ -30,7 +31,7 @@ from nogpu.timeline.presets import A100, H100
 from process_timelines import Alone, changed, one_graph
 from recorded import Recorded, record, second_step
 from shapes import GPT, GPT2_SMALL, GPT_768, RESNET50, RESNET50_4, RealShape
-from timelines import ALONE, NOT_RESHARDED, REPLICATE, SHARDED, SLOWER, TORCH, WARM_UP, WRAPPER, Steps
+from timelines import ALONE, REPLICATE, SHARDED, SLOWER, TORCH, UNITS_AUTO, WARM_UP, WRAPPER, Steps
 from torch_pipeline import StandIns
 
 INFERENCE, TRAINING = "inference", "training"
@@ -63,14 +64,14 @@ TASKS = (
     (GPT2_SMALL, TRAINING),
     (RESNET50, TRAINING),
 )
-BY_TABLES = (NOT_RESHARDED,)
+BY_TABLES = (UNITS_AUTO,)
 """The sharded optimizer: ways whose kernels read peers."""
 CASES = (
     (TORCH, False),
     *itertools.product((WRAPPER, REPLICATE), (False, True)),
     (SHARDED, False),
-    (NOT_RESHARDED, False),
-    (NOT_RESHARDED, True),
+    (UNITS_AUTO, False),
+    (UNITS_AUTO, True),
 )
 """The ways in one process, without graphs and with them."""
 
@@ -108,6 +109,7 @@ def described_tables() -> Iterator[None]:
     """Inside, it is said what the kernels of tables read and write: a kernel that is skipped cannot tell."""
     make, launch = DeviceTable.__init__, DeviceTable.launch
     rows: WeakKeyDictionary[DeviceTable, Table] = WeakKeyDictionary()
+    kernels.forget()  # tables that were made outside
 
     def made(self: DeviceTable, table: Table, *args: Any) -> None:
         make(self, table, *args)
@@ -115,8 +117,8 @@ def described_tables() -> Iterator[None]:
 
     def launched(self: DeviceTable, tensors: Sequence[Any], shifts: Any = None) -> None:
         table = rows[self]
-        target = tensors[table[0].target.tensor]
-        reads: list[torch.Tensor] = [*tensors[:-1]]
+        targets = [tensors[number] for number in dict.fromkeys(row.target.tensor for row in table)]
+        reads: list[torch.Tensor] = [*tensors[: -len(targets)]]
         if len(table[0].terms) > 1:
             reads = [
                 tensors[place.tensor].view(-1)[:numel]
@@ -124,7 +126,7 @@ def described_tables() -> Iterator[None]:
                 for place in terms
                 if tensors[place.tensor] is not None
             ]
-        with cuda.described_kernels(reads, [target]):
+        with cuda.described_kernels(reads, targets):
             launch(self, tensors, shifts)
 
     with mock.patch.multiple(DeviceTable, __init__=made, launch=launched):
@@ -194,7 +196,7 @@ def predicted(shape: RealShape, work: str, devices: Sequence[torch.device]) -> l
     check_copies(devices)
     count, task = len(devices), (shape, work)
     alone = recorded_alone(shape, work, devices[0])
-    cases = [case for case in CASES if case[0] == NOT_RESHARDED or task not in FITTING]
+    cases = [case for case in CASES if case[0] == UNITS_AUTO or task not in FITTING]
     if work != TRAINING:
         cases = [case for case in cases if case[0] not in BY_TABLES]
     found = {case: recorded(*case, shape, work, devices) for case in cases}

@@ -30,9 +30,10 @@ backward and a step of SGD, in float32 with TF32; inference is a call without gr
 of the model says.
 
 way
-    composable.fully_shard has a unit for each block, and one for the rest. With reshard_after_forward=False it is data
-    parallelism with a sharded optimizer. Gathers and sums are kernels that read peers, with the bandwidth of copies;
-    "kernels at 70 %" has 70 % of it.
+    composable.fully_shard has a unit for each block, and one for the rest. With units="auto" the library chooses them;
+    with reshard_after_forward=False it is data parallelism with a sharded optimizer. Gathers and sums are kernels that
+    read peers, with the bandwidth of copies; "kernels at 70 %" has 70 % of it. All ways get their batch from pinned
+    memory of the host.
 graphs
     With graphs=True. The module alone and DDP have their whole step in one graph, which is the best that can be done.
 step, free host, ms

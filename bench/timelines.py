@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch
 from dataparallel.comm.settings import using
-from dataparallel.composable import replicate
+from dataparallel.composable import fully_shard, replicate
 from nogpu import SimulationUnavailable, simulate
 from nogpu.timeline import HOST, Machine, Recording, Schedule, schedule
 from nogpu.timeline.presets import A100, H100, PRESETS, RTX_3090, V100
@@ -49,6 +49,7 @@ PREFETCH = "DataParallel, prefetch"
 REPLICATE = "composable.replicate"
 SHARDED = "composable.fully_shard"
 NOT_RESHARDED = "fully_shard, reshard_after_forward=False"
+UNITS_AUTO = 'fully_shard, units="auto", reshard_after_forward=False'
 WAYS = (TORCH, WRAPPER, PREFETCH, REPLICATE, SHARDED, NOT_RESHARDED)
 BY_TABLES = (SHARDED, NOT_RESHARDED)
 RARE = (PREFETCH, *BY_TABLES)
@@ -151,6 +152,8 @@ class Steps:
             return replicate(module, devices=self._devices, **options)
         if self._way == NOT_RESHARDED:
             return sharded(module, self._devices, reshard_after_forward=False, **options)
+        if self._way == UNITS_AUTO:
+            return fully_shard(module, devices=self._devices, units="auto", reshard_after_forward=False, **options)
         return sharded(module, self._devices, **options) if self._way == SHARDED else module
 
     def run(self) -> None:
