@@ -99,6 +99,10 @@ class ReplicaMaker(ABC):
     def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
         """Runs the stage ``replicate``: returns the replicas for ``slots``."""
 
+    def joins(self, devices: Sequence[torch.device]) -> AbstractContextManager[None]:
+        """Returns a context around ``gather``. ``devices``: all slots, and the device for outputs."""
+        return nullcontext()
+
     def returns(self, output: Any) -> None:  # noqa: B027 - most forms do nothing
         """Called with the output of each call that has made replicas."""
 
@@ -184,7 +188,7 @@ class Call:
                     )
                 else:
                     outputs = overridden(replicas, inputs, kwargs)
-        with stage("gather"):
+        with stage("gather"), maker.joins([*self.slots, self.output_device]):
             gather = partial(gather_outputs, target_device=self.output_device, dim=options.dim)
             gather = partial(gather, combine=self.combine_scalars, pad=self.pad)
             overridden, written = self._overridden("gather"), written_into(self.copied or ())

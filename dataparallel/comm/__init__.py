@@ -129,8 +129,7 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     Source i and target i have the same shape; all have one dtype. All targets are on one device.
     """
     transport = transport_for("gather", _places([targets[0].device], [source.device for source in sources]), sources)
-    for target, source in zip(targets, sources, strict=True):
-        transport.copy(target, source)
+    transport.copy_each(targets, sources)
 
 
 @torch.no_grad()
@@ -266,8 +265,7 @@ def scatter(
                 f"the sizes of out along dimension {dim} add up to {total}, the tensor has {tensor.shape[dim]}"
             )
         transport = transport_for("scatter", _places([tensor.device], [target.device for target in out]), [tensor])
-        for target, part in zip(out, torch.split(tensor, [t.shape[dim] for t in out], dim), strict=True):
-            transport.copy(target, part)
+        transport.copy_each(out, torch.split(tensor, [t.shape[dim] for t in out], dim))
         hold_for_peers(out, [tensor])
         return tuple(out)
     assert devices is not None

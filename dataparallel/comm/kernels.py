@@ -15,12 +15,14 @@ from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, permutations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from dataparallel.comm.buckets import travels_flat
 from dataparallel.comm.routes import STAR
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.comm.streams.held import hold_for_peers
@@ -114,15 +116,6 @@ OPTIONS = ("--std=c++17",)
 """The compiler's options. CuPy adds ``-ftz=true``; see ``kernels.cu`` for how the kernels avoid its effect."""
 
 
-class _LaunchStream(NamedTuple):
-    """The one attribute of a stream that a launch reads.
-
-    CuPy's ``ExternalStream`` is deprecated from CuPy 14 on, and CuPy 13 has no other class for it.
-    """
-
-    ptr: int
-
-
 # Pairs of devices whose memory torch has mapped for each other.
 _reachable: set[frozenset[torch.device]] = set()
 _reaching = threading.Lock()
@@ -173,7 +166,8 @@ def _call(packed: KernelLaunch, addresses: Sequence[int], device: torch.device) 
             (blocks,),
             (THREADS,),
             (table.data_ptr(), *numbers, by_value[0]),
-            stream=_LaunchStream(stream.cuda_stream),
+            # A launch reads nothing else. CuPy 14 deprecates ``ExternalStream``, and CuPy 13 has no other class for it.
+            stream=SimpleNamespace(ptr=stream.cuda_stream),
         )
 
 
@@ -197,7 +191,7 @@ class DeviceTable:
         assert kernel is not None
         self._packed = pack(kernel, *encoded(table, kernel, dtype, target_dtype or dtype))
         if device.type == "cuda":
-            self._packed = self._packed._replace(table=self._packed.table.to(device))
+            self._packed = self._packed._replace(table=self._packed.table.pin_memory().to(device, non_blocking=True))
         else:
             rows = [(*row.target, row.numel, *chain(*row.terms)) for row in table]
             self._packed = self._packed._replace(table=torch.tensor(rows, dtype=torch.int64))
@@ -302,13 +296,26 @@ def forget() -> None:
 class Cupy(Transport):
     """The transport by kernels, which copy and add flat buffers of peers. torch's copies carry what is in none."""
 
-    def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Copies with one launch on each device that receives."""
-        for buffer in buffers:
-            _launch([source], buffer)
-        hold_for_peers([source], buffers)
+    def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copies with one launch on each device that receives, all at a time. Torch copies what is not contiguous."""
+        pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if target is not source]
+        both = [each for pair in pairs for each in pair]
+        if not all(travels_flat(each) and each.is_contiguous() and each.dtype == both[0].dtype for each in both):
+            super().copy_each(targets, sources)
+            return
+        _launch([([source], target) for target, source in pairs])
+        hold_for_peers(sources, targets)
         # Autograd does not see writes by kernels, so this tells it that these tensors have changed.
-        increment_version(buffers)
+        increment_version([target for target, _ in pairs])
+
+    def send_each(self, tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
+        """See `copy_each`."""
+        if not all(map(travels_flat, tensors)):
+            return super().send_each(tensors, devices)
+        pairs = zip(tensors, devices, strict=True)
+        sent = [each if each.device == device else torch.empty_like(each, device=device) for each, device in pairs]
+        self.copy_each(sent, tensors)
+        return sent
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
         """Adds with one launch, or by torch's copies if the dtype has no kernel."""
@@ -316,29 +323,40 @@ class Cupy(Transport):
         if sum_kernel(flats[0].dtype, flats[0].dtype) is None:
             return STAR.add_up(flats, destination)
         total = flats[0] if flats[0].device == destination else torch.empty_like(flats[0], device=destination)
-        _launch(flats, total)
+        _launch([(flats, total)])
         hold_for_peers(flats, [total])
         return total
 
 
-def _launch(terms: Sequence[Tensor], target: Tensor) -> None:
-    """Writes the sum of flat buffers into another, on the current stream of its device.
+def _launch(rows: Sequence[tuple[Sequence[Tensor], Tensor]]) -> None:
+    """For each row (terms, target) writes the sum of dense tensors into another, by one launch on each target's device.
 
-    Earlier work on the current streams of the other devices runs before the kernel, later work there runs after it.
+    All have one dtype, and each row as many terms.
+    Each device's launch comes after earlier work, and before later work, on the current streams of its terms' devices.
+    It does not wait for the launches of other devices.
     """
-    device = target.device
-    others = [other for other in dict.fromkeys(term.device for term in terms) if other != device]
-    make_reachable(device, others)
-    stream, peers = current_streams([device])[device], current_streams(others).values()
-    for peer in peers:
-        Event(peer).make_wait(stream)
-    _table_of(len(terms), target.numel(), device, target.dtype).launch([*terms, target])
-    done = Event(stream)
-    for peer in peers:
-        done.make_wait(peer)
+    streams = current_streams(tensor.device for terms, target in rows for tensor in (*terms, target))
+    ready = {device: Event(stream) for device, stream in streams.items()}
+    done: list[tuple[Event, list[torch.device]]] = []
+    for device in dict.fromkeys(target.device for _, target in rows):
+        own = [(terms, target) for terms, target in rows if target.device == device]
+        terms, targets = [term for terms, _ in own for term in terms], [target for _, target in own]
+        peers = [peer for peer in dict.fromkeys(term.device for term in terms) if peer != device]
+        make_reachable(device, peers)
+        for peer in peers:
+            ready[peer].make_wait(streams[device])
+        numels = tuple(target.numel() for target in targets)
+        _table_of(len(own[0][0]), numels, device, targets[0].dtype).launch([*terms, *targets])
+        done.append((Event(streams[device]), peers))
+    for event, peers in done:
+        for peer in peers:
+            event.make_wait(streams[peer])
 
 
 @functools.lru_cache(maxsize=256)
-def _table_of(terms: int, numel: int, device: torch.device, dtype: torch.dtype) -> DeviceTable:
-    row = TableRow(Place(terms, 0), tuple(Place(term, 0) for term in range(terms)), numel)
-    return DeviceTable([row], device, dtype)
+def _table_of(terms: int, numels: Sequence[int], device: torch.device, dtype: torch.dtype) -> DeviceTable:
+    """The table of rows of so many elements. The tensors are the ``terms`` of each row in turn, then the targets."""
+    rows = len(numels)
+    places = [[Place(at * terms + term, 0) for term in range(terms)] for at in range(rows)]
+    table = [TableRow(Place(rows * terms + at, 0), tuple(places[at]), numel) for at, numel in enumerate(numels)]
+    return DeviceTable(table, device, dtype)

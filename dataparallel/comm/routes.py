@@ -56,8 +56,7 @@ class TorchCopies(Transport):
         elif are_pieces_under_way([flat.device for flat in (source, *buffers)]):
             _broadcast_along_chain(source, buffers, 1)
         else:
-            for buffer in buffers:
-                buffer.copy_(source)
+            super().broadcast_flat(source, buffers)
         hold_for_peers(buffers, [source])
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:

@@ -7,7 +7,6 @@ to order a copy, it is enough to make one of the two streams wait. The host wait
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -62,7 +61,7 @@ Later: TypeAlias = "Callable[[FlatBroadcast], object]"
 """Receives the broadcast of a bucket, and launches it later."""
 
 
-class Transport(ABC):
+class Transport:
     """Copies and sums tensors across devices. Results own their memory unless a method says otherwise."""
 
     @property
@@ -80,12 +79,22 @@ class Transport(ABC):
         """Copies the data into ``target``, of the same shape, on any device. By default torch copies it."""
         target.copy_(source)
 
-    @abstractmethod
+    def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copies source i into target i, by default one after the other."""
+        for target, source in zip(targets, sources, strict=True):
+            self.copy(target, source)
+
+    def send_each(self, tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
+        """Each tensor on its device: itself if it is there already. By default they are sent one after the other."""
+        pairs = zip(tensors, devices, strict=True)
+        return [tensor if device == tensor.device else self.send(tensor, device) for tensor, device in pairs]
+
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Copies the flat buffer ``source`` into ``buffers`` of its size.
+        """Copies the flat buffer ``source`` into ``buffers`` of its size, by default as `copy_each`.
 
         The buffers are on distinct devices other than the source's.
         """
+        self.copy_each(buffers, [source] * len(buffers))
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
         """The sum of flat buffers, added in the order given, on ``destination``. It may overwrite the buffers.
@@ -165,8 +174,7 @@ class Transport(ABC):
         ):
             self.broadcast_flat(tensor, out)
         else:
-            for target in out:
-                self.copy(target, tensor)
+            self.copy_each(out, [tensor] * len(out))
             hold_for_peers(out, [tensor])
 
     def reduce_add(self, inputs: Sequence[Tensor], destination: torch.device) -> Tensor:
@@ -300,11 +308,7 @@ class Transport(ABC):
             chunks = [Tensor.narrow_copy(whole, dim, start, size) for start, size in zip(starts, sizes, strict=True)]
         else:
             chunks = list(torch.split_with_sizes(Tensor.detach(tensor), list(sizes), dim))
-        source = tensor.device
-        moved = [
-            chunk if device == source else self.send(chunk, device)
-            for chunk, device in zip(chunks, devices, strict=True)
-        ]
+        moved = self.send_each(chunks, devices)
         hold_for_peers(moved, [tensor])
         if type(tensor) is Tensor and not tensor.__dict__:
             return moved
@@ -341,8 +345,7 @@ class Transport(ABC):
 
     def gather_into(self, out: Tensor, tensors: Sequence[Tensor], dim: int) -> Tensor:
         """Copies the tensors into consecutive parts of ``out`` along ``dim``."""
-        for part, tensor in zip(torch.split(out, [t.shape[dim] for t in tensors], dim), tensors, strict=True):
-            self.copy(part, tensor)
+        self.copy_each(torch.split(out, [t.shape[dim] for t in tensors], dim), tensors)
         hold_for_peers([out], tensors)
         return out
 

@@ -34,7 +34,8 @@ log = logging.getLogger("dataparallel")
 Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", "reduce_scatter"]
 
 SUPPORTED: tuple[Collective, ...] = ("broadcast", "reduce_add")
-"""The operations that *nccl* and *cupy* support between CUDA devices. Plain copies and the host support all.
+"""The operations that *nccl* and *cupy* support between CUDA devices; *cupy* also gathers and scatters what is small.
+Plain copies and the host support all.
 
 In a call that these transports serve, plain copies still carry tensors that do not travel flat, sums in dtypes that a
 transport cannot add, and *nccl*'s sums on a device that brings no term.
@@ -83,7 +84,7 @@ def choose(
     if transport == "copy":
         preface = "plain tensor copies were asked for"
     elif transport is not None:
-        why_not = _why_not_supported(transport, work, devices, settings)
+        why_not = _why_not_supported(transport, work, devices, nbytes, settings)
         if why_not is None:
             problem = _why_unavailable(distinct, unavailable, failed_pair)
             if problem is not None:
@@ -116,10 +117,13 @@ def _route(work: Collective, distinct: Sequence[torch.device], nbytes: int, sett
 
 
 def _why_not_supported(
-    transport: str, work: Collective, devices: Sequence[torch.device], settings: CommSettings
+    transport: str, work: Collective, devices: Sequence[torch.device], nbytes: int, settings: CommSettings
 ) -> str | None:
     """Why the transport does not support this call, which then falls back to plain copies; ``None`` if it does."""
-    if work not in SUPPORTED:
+    if transport == "cupy" and work in ("gather", "scatter"):
+        if nbytes >= STAR_BELOW_BYTES:
+            return f"{transport} has no {work} of {STAR_BELOW_BYTES // 2**20} MiB and more"
+    elif work not in SUPPORTED:
         return f"{transport} has no {work}"
     if transport == "nccl" and work == "reduce_add" and settings.deterministic:
         return "nccl adds in an order of its own; pass deterministic=False if the last bits may differ"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.call.engine import Method
 from dataparallel.call.options import CallOptions
+from dataparallel.comm.settings import using
+from dataparallel.comm.transport_choice import why_no_tables
 from dataparallel.devices import CPU
 from dataparallel.forms.fully_shard_arguments import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from dataparallel.forms.managed import ManagedModule, StateOnSlots, Twin
@@ -142,11 +144,16 @@ class FullyShardState(StateOnSlots):
         return self._tree.calling(len(slots))
 
     def replicas(self, method: Method, lent: Any, slots: list[torch.device]) -> list[Any]:
-        with self.kept.lock:  # calls of several threads share the twin
+        with self.kept.lock, self.joins(self.slots):  # calls of several threads share the twin
             twin = self._twin.update(self.source(), method.name)
             replicas = self.kept.replicas(twin, slots, self.options.cap_bytes)
             self._tensors.bind(replicas, lent)
             return replicas
+
+    def joins(self, devices: Sequence[torch.device]) -> AbstractContextManager[None]:
+        """Lets kernels carry outputs and their gradients where they carry parameters."""
+        is_served = devices[0].type == "cuda" and why_no_tables(devices) is None
+        return using(transport="cupy") if is_served else nullcontext()
 
     # ---- the tree of which the module is the root --------------------------------------------------------------------
 

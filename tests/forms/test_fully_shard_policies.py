@@ -133,9 +133,10 @@ class TestCopiesOfOffloadedShards:
     def test_one_upload_for_each_unit_and_owner_and_round(self, count, precision, slots):
         """A round is a forward or a backward. The model's own unit stays full in between."""
         model = make(slots, mp_policy=precision)
-        mean_square_loss(model(rows(slots)).double()).backward()
-        model.zero_grad()
         x = rows(slots, 1, count=count)
+        for batch in (rows(slots), x):
+            mean_square_loss(model(batch).double()).backward()
+        model.zero_grad()
         with Launches() as forward:
             loss = mean_square_loss(model(x).double())
             probe(slots)

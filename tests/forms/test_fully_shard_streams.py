@@ -12,6 +12,7 @@ from clocked import check_clocks
 from dataparallel.comm.streams.current import Event, streams_joined
 from dataparallel.comm.transport_choice import why_no_tables
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
+from nogpu.timeline import HOST
 
 pytestmark = pytest.mark.devices("sim", "stand-in")
 
@@ -171,3 +172,29 @@ def test_of_a_slot_are_almost_as_few_with_eight_slots_as_with_two(width, policy,
     launches, waits = step_of(slots, width, policy, monkeypatch)
     assert launches / 8 <= 1.1 * launches_of_two / 2
     assert waits / 8 <= 1.5 * waits_of_two / 2
+
+
+@pytest.mark.devices("stand-in")
+@pytest.mark.slots(4)
+def test_kernels_carry_buffers_losses_and_their_gradients(slots, root):
+    """Where they carry parameters: one launch takes the place of a copy for each slot, one after the other."""
+    if (reason := why_no_tables(slots)) is not None:
+        pytest.skip(reason)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x).square().mean()
+
+    model = fully_shard(Net().to(root), devices=slots)
+    for pinned in [torch.ones(16, 8, pin_memory=True)] * 2:
+        with clocked.timeline() as recorded:
+            model(pinned).mean().backward()
+    launches = recorded.recording.launches
+    assert not [launch for launch in launches if launch.copy is not None and HOST not in launch.copy]
+    gathers = [launch for launch in launches if len(launch.peers) == 3 and {each[2] for each in launch.peers} == {4}]
+    assert len(gathers) == 1
+    check_clocks()

@@ -29,18 +29,31 @@ pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.slots(4)]
 WIDTH = 64
 
 
+class Block(nn.Sequential):
+    """A linear layer and its activation. ``hides``: it returns nothing, so that no gather of outputs orders streams."""
+
+    hides = False
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        y = super().forward(x)
+        return None if self.hides else y
+
+
 class Net(nn.Sequential):
     """Three blocks and a head.
 
-    ``hides``: the graph is behind ``kept`` alone, which has the output of each slot. ``left``: has an entry for each
-    slot whose backward may still come to the first block; the last one fails there.
+    ``hides``: as of a block; the output of each slot is in ``kept`` alone. ``left``: has an entry for each slot whose
+    backward may still come to the first block; the last one fails there.
     """
 
     hides = False
 
     def __init__(self, slots: Sequence[torch.device], **options: Any) -> None:
         torch.manual_seed(0)
-        super().__init__(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)), nn.Linear(WIDTH, 8))
+        super().__init__(*(Block() for _ in range(3)), nn.Linear(WIDTH, 8))
         self.kept: dict[torch.device, Tensor] = {}
         self.left: list[int] = []
         self.to(slots[0])
@@ -48,13 +61,13 @@ class Net(nn.Sequential):
             fully_shard(block, devices=slots, **options)
         fully_shard(self, devices=slots, **options)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | None:
         first = self[0](x)
         if self.left:
             first.register_hook(self.take_one)
         y = super().forward(first)
         self.kept[y.device] = y
-        return y.detach() if self.hides else y
+        return None if self.hides else y
 
     def take_one(self, gradient: Tensor) -> None:
         self.left.pop()
@@ -102,6 +115,7 @@ def training_in_bfloat16(slots: list) -> None:
 
 def inference(slots: list) -> None:
     net, x = Net(slots), batch(slots)
+    net.hides = True
     with torch.no_grad():
         for _ in range(2):
             net(x)
@@ -213,6 +227,7 @@ def unshard_in_vain(slots: list) -> None:
 def use_on_other_streams(slots: list) -> None:
     """Nothing else orders these streams after those that filled the parameters, and before those that free them."""
     net = Net(slots)[0]
+    net.hides = True
     net.unshard()
     side = other_streams(slots)
     with streams_set(side), torch.no_grad():

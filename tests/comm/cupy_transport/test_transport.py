@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from clocked import check_clocks
+from clocked import check_clocks, timeline
 from dataparallel.comm.kernels import Cupy
 from dataparallel.comm.routes import STAR
 
@@ -49,6 +49,28 @@ def test_a_sum(peer_devices: list, launches: Counter) -> None:
     assert launches == {"sum": 2}, "one for each dtype that has a kernel"
 
 
+CHUNKS = [
+    pytest.param(torch.arange(7.0), 0, 1, id="vector"),
+    pytest.param(torch.arange(21).view(7, 3), 0, 1, id="rows"),
+    pytest.param(torch.arange(21).view(3, 7), 1, 0, id="columns"),
+    pytest.param(torch.arange(14).view(2, 7).t(), 0, 0, id="turned"),
+    pytest.param(torch.eye(7).to_sparse(), 0, 0, id="sparse"),
+]
+"""Tensors, a dimension, and how many launches a device needs: plain copies carry what is not contiguous."""
+
+
+@pytest.mark.parametrize(("tensor", "dim", "count"), CHUNKS)
+def test_chunks(tensor: Tensor, dim: int, count: int, peer_devices: list, launches: Counter) -> None:
+    whole, (root, *others) = tensor.to(peer_devices[0]), peer_devices
+    chunks = KERNELS.scatter(whole, peer_devices, [3, 0, 4], dim)
+    assert_alike(chunks, STAR.scatter(whole, peer_devices, [3, 0, 4], dim))
+    assert launches == Counter(copy_many=count * len(others))
+    launches.clear()
+    joined = KERNELS.gather(chunks, dim, root)
+    assert_alike([joined], [STAR.gather(chunks, dim, root)])
+    assert launches == Counter(copy_many=count)
+
+
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_launches_come_between_what_all_devices_did_and_do_next(at: int, peer_devices: list) -> None:
     """Otherwise the clocks find a race."""
@@ -58,8 +80,36 @@ def test_launches_come_between_what_all_devices_did_and_do_next(at: int, peer_de
     KERNELS.broadcast_flat(total, buffers)
     for tensor in (*flats, *buffers):
         tensor.add_(1)
-    assert all(torch.equal(buffer.cpu(), torch.full((9,), 7.0)) for buffer in buffers)
+    chunks = KERNELS.scatter(buffers[0], peer_devices, [3, 3, 3], 0)
+    joined = KERNELS.gather(chunks, 0, peer_devices[at])
+    for tensor in (buffers[0], joined, *chunks):
+        tensor.add_(1)
+    assert all(torch.equal(buffer.cpu(), torch.full((9,), 7.0)) for buffer in buffers[1:])
+    assert torch.equal(joined.cpu(), torch.full((9,), 8.0))
     check_clocks()
+
+
+@pytest.mark.devices("stand-in")
+@pytest.mark.parametrize("at", [0, 2])
+def test_what_peers_read_is_held_until_they_have_read_it(at: int, peer_devices: list) -> None:
+    """Otherwise the clocks find memory that is freed too early."""
+    for _ in range(2):
+        whole = KERNELS.gather([torch.ones(3 << 20, device=device) for device in peer_devices], 0, peer_devices[at])
+        torch.cuda.empty_cache()
+        chunks = KERNELS.scatter(whole, peer_devices, [3 << 20] * 3, 0)
+        del whole, chunks
+        torch.cuda.empty_cache()
+        check_clocks()
+
+
+@pytest.mark.devices("sim", "stand-in")
+def test_no_launch_waits_for_that_of_another_device(peer_devices: list) -> None:
+    whole = torch.ones(9, device=peer_devices[0])
+    KERNELS.scatter(whole, peer_devices, [3, 3, 3], 0)  # makes tables
+    with timeline() as recorded:
+        KERNELS.scatter(whole, peer_devices, [3, 3, 3], 0)
+    first, second = recorded.recording.launches
+    assert first.index not in second.waits
 
 
 def test_what_is_written_has_changed_for_autograd(peer_devices: list) -> None:
