@@ -130,7 +130,7 @@ def _chunked(batch: Any, options: CallOptions, slots: int) -> Iterator[tuple[Ten
     call that gets it raises and says why.
     """
     for tensor in {id(leaf): leaf for _, leaf in leaves(batch, "") if isinstance(leaf, Tensor)}.values():
-        if not can_be_sent(tensor):
+        if not can_be_sent(tensor) or tensor.is_inference():  # torch does not count writes to inference tensors
             continue
         if is_whole(tensor):
             yield tensor, None

@@ -8,6 +8,8 @@ from itertools import pairwise
 
 from torch import nn
 
+from dataparallel.forms.managed import has_forward
+
 _UNITS = 16
 """About as many units share the bytes of a model: enough that gathers and sums overlap with computation."""
 
@@ -25,11 +27,13 @@ def units_of(model: nn.Module) -> list[list[nn.Module]]:
     least = max(_bytes(model) // _UNITS, _LEAST_BYTES)
     places = _places(model)
     units: list[list[nn.Module]] = []
+    seen: set[nn.Module] = set()  # a block may be in two lists
     for siblings in _lists_of_blocks(model, 2 * least):
         units.append([])
         for block in siblings:
-            if _shares_parameters(block, places):
+            if block in seen or _shares_parameters(block, places):
                 continue
+            seen.add(block)
             if units[-1] and sum(map(_bytes, units[-1])) >= least:
                 units.append([])
             units[-1].append(block)
@@ -37,10 +41,10 @@ def units_of(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def _lists_of_blocks(module: nn.Module, most: int) -> Iterator[list[nn.Module]]:
-    """Yields the blocks of each list. A module above ``most`` bytes in which blocks repeat is none of them."""
+    """Yields the blocks of each list. None of them is above ``most`` bytes with blocks that repeat, or is not called."""
     siblings: list[nn.Module] = []
     for child in module.children():
-        if isinstance(child, nn.ModuleList) or (_bytes(child) > most and _repeats(child)):
+        if not has_forward(child) or (_bytes(child) > most and _repeats(child)):
             if siblings:
                 yield siblings
                 siblings = []

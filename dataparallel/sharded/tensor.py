@@ -112,7 +112,7 @@ def hand_over(parameter: Any, find_taker: WeakMethod[Callable[[], Taker | None]]
     AFTER_ACCUMULATION.replace(parameter, after_accumulation)
 
 
-_INTERNAL = {"_shards", "_placement", "_devices", "_zeroed"}
+_INTERNAL = {"_shards", "_placement", "_devices"}
 # torch's descriptors, which the class overrides. Type checkers take them for their values.
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
@@ -135,8 +135,6 @@ class ShardedTensor(Tensor):
     _shards: tuple[Tensor, ...]
     _placement: Division
     _devices: tuple[torch.device, ...]
-    _zeroed = 0
-    """How many times ``zero_`` was called, by ``zero_grad`` for example."""
 
     _backward_hooks: Any = ON_GRADIENT
     _post_accumulate_grad_hooks: Any = AFTER_ACCUMULATION

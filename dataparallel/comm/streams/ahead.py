@@ -139,16 +139,18 @@ class SentTensor:
 
     def fits(self, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> bool:
         """True if a scatter would cut the tensor into the same chunks now. A whole tensor fits fewer slots too."""
+        chunks = self.chunks  # another thread may take them now
         if sizes is None or self.sizes is None:
             has_same_cut = sizes is None and self.sizes is None
         else:
             has_same_cut = list(sizes) == list(self.sizes) and dim == self.dim
         return (
             has_same_cut
+            and bool(chunks)
             and self.slots[: len(slots)] == list(slots)
             and self.version == _version(self.tensor)
             # Chunks that were made in inference mode cannot be saved for backward outside of that mode.
-            and (torch.is_inference_mode_enabled() or not self.chunks[0].is_inference())
+            and (torch.is_inference_mode_enabled() or not chunks[0].is_inference())
         )
 
     def hand_out(self, slots: Sequence[torch.device]) -> list[Tensor]:

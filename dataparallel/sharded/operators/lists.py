@@ -147,10 +147,6 @@ def on_lists(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
     for i, name in signature.written:
         if not _only_reads(name, kwargs):
             increment_version(args[i])  # torch does so for operators on one tensor only
-    if func.overloadpacket.__name__ == "_foreach_zero_":
-        for tensor in args[0]:
-            if isinstance(tensor, ShardedTensor):
-                tensor._zeroed += 1
     return results if signature.returns else None
 
 

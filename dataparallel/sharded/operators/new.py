@@ -34,7 +34,6 @@ def _to_copy(func: OpOverload, tensor: ShardedTensor, *, non_blocking: bool = Fa
     made = _filled_like(aten.empty_like.default, tensor, **options)
     for copied, shard in zip(made._shards, tensor._shards, strict=True):
         copy_into(copied, shard, non_blocking)
-    made._zeroed = tensor._zeroed  # `Module.to` swaps a gradient and its copy
     return made
 
 

@@ -54,14 +54,6 @@ _WRITES_FIRST: tuple[tuple[int, ...], tuple[str, ...]] = ((0,), ())
 """What `written_arguments` returns for most operators that write."""
 
 
-@register(aten.zero_.default)
-def _zero_(func: OpOverload, tensor: ShardedTensor) -> Any:
-    """Zeroes the tensor and counts it: a gradient that still waits to be added to the tensor is then void."""
-    pointwise(func, tensor)
-    tensor._zeroed += 1
-    return tensor
-
-
 @register(aten.index_put_.default)
 def _put_where(func: OpOverload, tensor: Tensor, indices: Any, value: Tensor, accumulate: bool = False) -> Any:
     """``tensor[mask] = number``. Other indices select elements of several owners."""
