@@ -98,16 +98,6 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def dense_stride(shape: Sequence[int], like_stride: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor of ``shape`` whose dimensions have the order in memory that ``like_stride`` has."""
-    stride = [0] * len(shape)
-    expected = 1
-    for dim in sorted(reversed(range(len(shape))), key=lambda dim: like_stride[dim]):
-        stride[dim] = expected
-        expected *= max(shape[dim], 1)
-    return tuple(stride)
-
-
 def layout_of(tensor: Tensor, *, keep_repeats: bool = True) -> FlatLayout:
     """The layout that keeps the tensor's strides. Memory with holes becomes dense, as with ``Tensor.clone``.
 

@@ -18,11 +18,11 @@ pytestmark = [
 ]
 
 START = """
+from types import SimpleNamespace
 from nogpu import cuda
 devices = cuda.stand_in(3)
 import cupy, numpy, torch
 from dataparallel.comm import kernels as launching
-from dataparallel.comm.kernels import SUM_KERNELS
 
 def module(source, *names):
     return cupy.RawModule(code=source, name_expressions=names or None)
@@ -63,7 +63,7 @@ torch.cuda.synchronize()
 fill = module(source).get_function("fill")
 streams = [torch.cuda.Stream() for _ in range(3)]
 def launch(stream, first):
-    fill((8,), (256,), (x.data_ptr(), numpy.int32(first)), stream=launching._LaunchStream(stream.cuda_stream))
+    fill((8,), (256,), (x.data_ptr(), numpy.int32(first)), stream=SimpleNamespace(ptr=stream.cuda_stream))
 launch(streams[0], 0)
 launch(streams[1], 256)
 fails(lambda: launch(streams[2], 1), "race: fill", "'x'")
@@ -196,9 +196,7 @@ assert {line!r} in source
 xs = [torch.ones(5000, device=device) for device in devices]
 totals = torch.empty_like(xs[0])
 exec(compile(source.replace({line!r}, "pass"), launching.__file__, "exec"), launching.__dict__)
-rows = [[tensor.data_ptr()] for tensor in (totals, *xs)]
-launching.hold = lambda memory, event: None  # asks if the launch has ended: then the host knows, and nothing is a race
-launch = lambda: launching.launch(SUM_KERNELS[torch.float32], rows, [5000], devices[0], devices)
+launch = lambda: launching._launch(xs, totals)
 launch()  # the first one copies between the devices
 torch.cuda.synchronize()
 """
