@@ -17,7 +17,7 @@ CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popl
 """Methods that change a table."""
 
 CONSTANT = {
-    *("Container", "Cupy", "Form", "Kernel", "Links", "Nccl", "ParamSpec", "Path", "TypeVar", "ThroughHost"),
+    *("Container", "Cupy", "Form", "Links", "Nccl", "ParamSpec", "Path", "TypeVar", "ThroughHost"),
     *("TorchCopies", "_CallOfReplicas", "_FullyShard", "_Strategy"),
 }
 """Classes whose objects nobody changes once they are made."""

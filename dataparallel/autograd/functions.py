@@ -152,12 +152,14 @@ def _broadcast_to_slots(ctx: Any, tensors: list[Tensor | None]) -> list[Sequence
         return comm.broadcast_coalesced(tensors, ctx.slots, _ONE_BUFFER)  # type: ignore[arg-type, return-value]
 
 
-def own_chunks(chunks: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
-    """Chunks that stay on the device of ``tensor`` as tensors of their own, on the same memory.
+def own_chunks(chunks: Sequence[Tensor], slots: Sequence[torch.device], source: torch.device) -> tuple[Tensor, ...]:
+    """Chunks of ``slots`` on the ``source``, where they stay, as tensors of their own, on the same memory.
 
     They are views, and autograd forbids in-place changes of views that a function returns.
     """
-    return tuple(alias(part, k) if part.device == tensor.device else part for k, part in enumerate(chunks))
+    return tuple(
+        alias(part, k) if slot == source else part for k, (part, slot) in enumerate(zip(chunks, slots, strict=False))
+    )
 
 
 class Scatter(Node):
@@ -172,7 +174,8 @@ class Scatter(Node):
         ctx: Any, devices: Sequence[DeviceLike], chunk_sizes: Sequence[int] | None, dim: int, tensor: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        chunks = own_chunks(comm.scatter(tensor, devices, chunk_sizes, dim), tensor)
+        chunks = comm.scatter(tensor, devices, chunk_sizes, dim)
+        chunks = own_chunks(chunks, [chunk.device for chunk in chunks], tensor.device)
         ctx.source_device, ctx.dim, ctx.settings = tensor.device, dim, settings.current()
         note_forward_streams(ctx, [tensor.device], [chunk.device for chunk in chunks])
         ctx.chunks = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]

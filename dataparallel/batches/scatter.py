@@ -270,13 +270,13 @@ class _Splitter:
             can_be_packed = tensor.device != CPU and travels_flat(tensor) and not is_whole(tensor)
             if can_be_packed and tensor.nbytes <= SMALL_BYTES and not _has_graph(tensor):
                 by_device[tensor.device].append(tensor)
-        for together in by_device.values():
+        for device, together in by_device.items():
             if len(together) > 1:
                 assert self.sizes is not None
                 transport = self.transport(together[0])
                 chunks = transport.scatter_coalesced(together, self.slots, self.sizes, self.dim)
                 for tensor, of_tensor in zip(together, chunks, strict=True):
-                    self.chunks[id(tensor)] = tensor, own_chunks(of_tensor, tensor)
+                    self.chunks[id(tensor)] = tensor, own_chunks(of_tensor, self.slots, device)
 
     def transport(self, tensor: Tensor) -> Transport:
         if (transport := self.transports.get(tensor.device)) is None:
@@ -295,7 +295,8 @@ class _Splitter:
             if _has_graph(tensor):
                 return Scatter.apply(self.slots, self.sizes, self.dim, tensor)
             # Without a node, which takes longer than the copies of a small tensor.
-            return own_chunks(self.transport(tensor).scatter(tensor, self.slots, self.sizes, self.dim), tensor)
+            chunks = self.transport(tensor).scatter(tensor, self.slots, self.sizes, self.dim)
+            return own_chunks(chunks, self.slots, tensor.device)
         copies = Broadcast.apply(self.slots, tensor)
         for copy in copies:
             if tensor.dim() > 0:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.arguments import checked
-from dataparallel.comm.buckets import DEFAULT_CAP_BYTES, Bucket, Planned, flatten
+from dataparallel.comm import tables
+from dataparallel.comm.buckets import DEFAULT_CAP_BYTES, Bucket, Planned
 from dataparallel.comm.checks import (
     check_chunk_sizes,
     check_exactly_one,
@@ -25,7 +25,6 @@ from dataparallel.comm.checks import (
     why_not_gatherable,
 )
 from dataparallel.comm.settings import using
-from dataparallel.comm.streams.held import hold_for_peers
 from dataparallel.comm.transport import Allocate, FlatBroadcast, Later, Transport
 from dataparallel.comm.transport_choice import Choice, choose_transport, transport_for
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
@@ -82,13 +81,7 @@ def broadcast(
 
 def broadcast_into(buffers: Sequence[Tensor], bucket: Bucket, tensors: Sequence[Tensor]) -> FlatBroadcast:
     """The broadcast of a bucket of ``tensors`` into flat buffers of its size. The caller launches it."""
-    return FlatBroadcast(
-        bucket.indices,
-        read=partial(flatten, bucket, tensors),
-        send=lambda flat: broadcast(flat, out=buffers),
-        buffers=buffers,
-        sources=[tensors[i] for i in bucket.indices],
-    )
+    return FlatBroadcast(bucket.indices, bucket, tensors, lambda flat: broadcast(flat, out=buffers), buffers)
 
 
 @torch.no_grad()
@@ -142,7 +135,7 @@ def reduce_scatter(matrices: Sequence[Tensor], out: Sequence[Tensor], empty: All
         empty: allocates a buffer that receives a row, like the row and on a device.
     """
     places = _places([target.device for target in out], [matrix.device for matrix in matrices])
-    transport_for("reduce_scatter", places, matrices[:1]).reduce_scatter(matrices, out, empty)
+    transport_for("reduce_scatter", places, matrices[:1]).execute(tables.sums_of_rows(matrices, out), empty)
 
 
 @torch.no_grad()
@@ -265,8 +258,7 @@ def scatter(
                 f"the sizes of out along dimension {dim} add up to {total}, the tensor has {tensor.shape[dim]}"
             )
         transport = transport_for("scatter", _places([tensor.device], [target.device for target in out]), [tensor])
-        transport.copy_each(out, torch.split(tensor, [t.shape[dim] for t in out], dim))
-        hold_for_peers(out, [tensor])
+        transport.execute(tables.scatter(tensor, out, dim))
         return tuple(out)
     assert devices is not None
     slots = resolve_each(devices)
@@ -305,8 +297,7 @@ def gather(
         raise ValueError("gather needs at least one tensor; got none")
     check_movable(tensors)
     first, dim = tensors[0], checked("dim", dim, int)
-    problem = why_not_gatherable(tensors, dim)
-    if problem:
+    if problem := why_not_gatherable(tensors, dim):
         raise ValueError(f"cannot gather: {problem}")
     if not -first.dim() <= dim < first.dim():
         raise IndexError(f"cannot gather tensors of shape {tuple(first.shape)} along dimension {dim}")
@@ -327,7 +318,8 @@ def gather(
     if list(out.shape) != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, the gathered tensors {tuple(shape)}")
     transport = transport_for("gather", _places([out.device], [tensor.device for tensor in tensors]), tensors)
-    return transport.gather_into(out, tensors, dim)
+    transport.execute(tables.gather(tensors, out, dim))
+    return out
 
 
 def _places(ends: Sequence[torch.device], slots: Sequence[torch.device]) -> list[torch.device]:

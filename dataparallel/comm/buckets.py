@@ -98,16 +98,6 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def dense_stride(shape: Sequence[int], like_stride: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor of ``shape`` whose dimensions have the order in memory that ``like_stride`` has."""
-    stride = [0] * len(shape)
-    expected = 1
-    for dim in sorted(reversed(range(len(shape))), key=lambda dim: like_stride[dim]):
-        stride[dim] = expected
-        expected *= max(shape[dim], 1)
-    return tuple(stride)
-
-
 def layout_of(tensor: Tensor, *, keep_repeats: bool = True) -> FlatLayout:
     """The layout that keeps the tensor's strides. Memory with holes becomes dense, as with ``Tensor.clone``.
 
@@ -248,8 +238,8 @@ def _flat_view(tensor: Tensor, layout: FlatLayout) -> Tensor:
     return core.as_strided((layout.numel,), (1,), core.storage_offset())
 
 
-def unflatten(bucket: Bucket, flat: Tensor) -> list[Tensor]:
-    """The bucket's tensors as parts of ``flat``, in the order of ``bucket.indices``.
+def unflatten(bucket: Bucket, flat: Tensor, *, own: bool = False) -> list[Tensor]:
+    """The bucket's tensors as parts of ``flat``, in the order of ``bucket.indices``, or with memory of their ``own``.
 
     The parts share the memory of ``flat``, but autograd does not take them for views. Each has its own version counter,
     so an in-place change of one part does not look like a change of its neighbours.
@@ -261,10 +251,11 @@ def unflatten(bucket: Bucket, flat: Tensor) -> list[Tensor]:
     with _torch.without_view_tracking():
         for layout, count in bucket.runs:
             size, stride = layout.core_shape, layout.core_stride
-            if count == 1:
-                run: Sequence[Tensor] = (flat.as_strided(size, stride, offset),)
+            members = flat.as_strided((count, *size), (layout.numel, *stride), offset)
+            if own and layout.row_major:
+                run: Sequence[Tensor] = torch.ops.aten.unbind_copy.int(members)  # its copies are contiguous
             else:
-                run = flat.as_strided((count, *size), (layout.numel, *stride), offset).unbind()
+                run = [*map(torch.clone, members.unbind())] if own else members.unbind()
             parts.extend(run if size == layout.shape else (part.expand(layout.shape) for part in run))
             offset += count * layout.numel
     return parts

@@ -14,30 +14,46 @@ import torch
 from torch import Tensor
 
 from dataparallel.comm.buckets import travels_flat
-from dataparallel.comm.kinds import same_kind
-from dataparallel.comm.routes import STAR
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.comm.transport import Transport
 from dataparallel.devices import CPU
 
 
-def send(tensor: Tensor, device: torch.device, *, own: bool = False) -> Tensor:
-    """The tensor on ``device``, as `Transport.to_device` returns it, without a copy from accelerator to accelerator.
+class ThroughHost(Transport):
+    """The transport that copies between accelerators through the host."""
 
-    The copies run on the current streams of both devices.
-    """
-    if tensor.device == device or "cpu" in (tensor.device.type, device.type):
-        return STAR.to_device(tensor, device, own=own)
-    original, tensor = tensor, Tensor.detach(tensor)
-    with _streams_ordered(tensor.device, [device]):
-        if travels_flat(original) and can_pin(tensor.device.type):
-            # Devices read and write pinned memory at full speed. The strides are those that `Tensor.to` gives.
-            staging = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            staging.copy_(tensor)
-        else:
-            # Sparse, quantised and lazily conjugated tensors and subclasses have their own way to the CPU.
-            staging = Tensor.cpu(tensor)
-        return same_kind(Tensor.to(staging, device), original, send)
+    def send(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A copy of the tensor's data on ``device``, made on the current streams of both devices."""
+        if _is_direct(tensor.device, device):
+            return super().send(tensor, device)
+        with _streams_ordered(tensor.device, [device]):
+            return Tensor.to(_on_host(tensor), device)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copies ``source`` into ``target``: directly if both are on one device, or one on the CPU."""
+        with _streams_ordered(source.device, [target.device]):
+            target.copy_(source if _is_direct(source.device, target.device) else _on_host(source))
+
+    def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
+        """Copies the source to the host once, and from there into each buffer."""
+        if buffers:
+            with _streams_ordered(source.device, [buffer.device for buffer in buffers]):
+                on_host = _on_host(source)
+                for buffer in buffers:
+                    buffer.copy_(on_host)
+
+
+def _is_direct(source: torch.device, target: torch.device) -> bool:
+    return source == target or "cpu" in (source.type, target.type)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """The tensor in host memory, with the strides that `Tensor.to` gives."""
+    if tensor.device != CPU and travels_flat(tensor) and can_pin(tensor.device.type):
+        # Devices read and write pinned memory at full speed.
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+    # Sparse, quantised and lazily conjugated tensors and subclasses have their own way to the CPU.
+    return Tensor.cpu(tensor)
 
 
 @contextmanager
@@ -66,24 +82,3 @@ def can_pin(device_type: str) -> bool:
         return torch.empty(1, device="cpu", pin_memory=True).is_pinned()
     except RuntimeError:
         return False
-
-
-class ThroughHost(Transport):
-    """The transport that copies between accelerators through the host."""
-
-    def send(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """The function `send`, except that it returns a clone if the tensor is already on ``device``."""
-        return send(tensor, device, own=True)
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copies ``source`` into ``target``: directly if both are on one device."""
-        with _streams_ordered(source.device, [target.device]):
-            target.copy_(send(source, target.device))
-
-    def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Copies the source to the host once, and from there into each buffer."""
-        if buffers:
-            with _streams_ordered(source.device, [buffer.device for buffer in buffers]):
-                on_host = send(source, CPU)
-                for buffer in buffers:
-                    buffer.copy_(on_host)

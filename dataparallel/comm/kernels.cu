@@ -5,16 +5,14 @@
 // The kernels see dense memory only: pointers and counts, in one table that kernels.py packs. They check nothing. They
 // keep subnormals even if a compiler is told to flush them.
 //
-// The table has `rows` rows of pointers, with one pointer for each of the `tensors`. Row 0 has the sources or the
-// results, the rows after it the destinations or the slots, in slot order. After the rows, the table has for each tensor
-// its count (bytes for copies, elements for sums), then for each tensor the number of its first chunk, then the number of
-// all chunks. A chunk is `chunk` bytes or elements of one tensor, a multiple of 16 bytes. A tensor's last chunk may be
-// shorter.
+// The table has `rows` rows of pointers, with one pointer for each of the `tensors`. Row 0 has the targets, the rows
+// after it the terms, in slot order; a copy has one term. After the rows, the table has for each tensor its count (bytes
+// for copies, elements for sums), then for each tensor the number of its first chunk, then the number of all chunks. A
+// chunk is `chunk` bytes or elements of one tensor, a multiple of 16 bytes. A tensor's last chunk may be shorter.
 //
 // The upper 16 bits of a pointer are the number of an address, to which the lower 48 bits are added. The addresses travel
-// with the launch, so a table that stays on the device serves any memory. Address 0 is 0: with it, the lower bits are the
-// pointer itself. Any other address that is 0 stands for memory that does not exist: a sum leaves this term out, and a
-// copy from there writes nothing.
+// with the launch, so a table that stays on the device serves any memory. An address that is 0 stands for memory that
+// does not exist: a sum leaves this term out, and a copy from there writes nothing.
 
 namespace {
 
@@ -40,8 +38,8 @@ struct Table {
 
   __device__ Int64 address(Int64 row, Int64 tensor) const {
     const unsigned long long entry = entries[row * tensors + tensor];
-    const Int64 number = Int64(entry >> 48), base = addresses.at[number];
-    return number && !base ? 0 : base + Int64(entry & 0xffffffffffffull);
+    const Int64 base = addresses.at[entry >> 48];
+    return base ? base + Int64(entry & 0xffffffffffffull) : 0;
   }
   __device__ char* pointer(Int64 row, Int64 tensor) const { return reinterpret_cast<char*>(address(row, tensor)); }
   __device__ Int64 count(Int64 tensor) const { return entries[rows * tensors + tensor]; }
@@ -94,13 +92,14 @@ template <> struct BitsOf<1> { typedef unsigned char Type; };
 
 // ---- copies ----------------------------------------------------------------------------------------------------------
 
-// Copies the bytes from begin to end, a whole number of words, from row 0 to each row after it.
+// Copies the bytes from begin to end, a whole number of words, from row 1 to row 0.
 template <int width>
 __device__ void copy_words(const Table& table, Int64 tensor, Int64 begin, Int64 end) {
   typedef typename BitsOf<width>::Type Word;
   constexpr int kAtOnce = 4;  // loads in flight per thread
   const Int64 words = (end - begin) / width;
-  const Word* source = reinterpret_cast<const Word*>(table.pointer(0, tensor) + begin);
+  const Word* source = reinterpret_cast<const Word*>(table.pointer(1, tensor) + begin);
+  Word* target = reinterpret_cast<Word*>(table.pointer(0, tensor) + begin);
   const Int64 step = blockDim.x;
   for (Int64 first = threadIdx.x; first < words; first += kAtOnce * step) {
     Word held[kAtOnce] = {};
@@ -108,31 +107,27 @@ __device__ void copy_words(const Table& table, Int64 tensor, Int64 begin, Int64 
     for (int k = 0; k < kAtOnce; ++k) {
       if (first + k * step < words) held[k] = source[first + k * step];
     }
-    for (Int64 row = 1; row < table.rows; ++row) {
-      Word* destination = reinterpret_cast<Word*>(table.pointer(row, tensor) + begin);
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        if (first + k * step < words) destination[first + k * step] = held[k];
-      }
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (first + k * step < words) target[first + k * step] = held[k];
     }
   }
 }
 
+// Copies by words of this width, or of the next smaller one to which all pointers are aligned.
 template <int width>
-__device__ void copy_words_then_bytes(const Table& table, Int64 tensor, Int64 begin, Int64 end) {
+__device__ void copy_aligned(const Table& table, Int64 tensor, Int64 begin, Int64 end, Int64 address_bits) {
+  if constexpr (width > 1) {
+    if (address_bits % width) return copy_aligned<width / 2>(table, tensor, begin, end, address_bits);
+  }
   const Int64 whole = end - (end - begin) % width;
   copy_words<width>(table, tensor, begin, whole);
   copy_words<1>(table, tensor, whole, end);
 }
 
 __device__ void copy_chunk(const Table& table, Int64 tensor, Int64 begin, Int64 end) {
-  if (!table.address(0, tensor)) return;
-  const Int64 bits = table.address_bits(tensor);
-  if (bits % kVectorBytes == 0) copy_words_then_bytes<kVectorBytes>(table, tensor, begin, end);
-  else if (bits % 8 == 0) copy_words_then_bytes<8>(table, tensor, begin, end);
-  else if (bits % 4 == 0) copy_words_then_bytes<4>(table, tensor, begin, end);
-  else if (bits % 2 == 0) copy_words_then_bytes<2>(table, tensor, begin, end);
-  else copy_words<1>(table, tensor, begin, end);
+  if (!table.address(1, tensor)) return;
+  copy_aligned<kVectorBytes>(table, tensor, begin, end, table.address_bits(tensor));
 }
 
 // ---- how an element is stored, and how it is added -------------------------------------------------------------------
@@ -144,16 +139,11 @@ __device__ void copy_chunk(const Table& table, Int64 tensor, Int64 begin, Int64 
 template <typename Sum>
 __device__ Sum add(Sum left, Sum right) { return left + right; }
 
-__device__ float float_of(unsigned int bits) {
-  union { unsigned int bits; float value; } both;
-  both.bits = bits;
-  return both.value;
-}
-
-__device__ unsigned int bits_of(float value) {
-  union { float value; unsigned int bits; } both;
-  both.value = value;
-  return both.bits;
+template <typename To, typename From>
+__device__ To bits_as(From from) {
+  union { From from; To to; } both;
+  both.from = from;
+  return both.to;
 }
 
 #ifdef __CUDA_ARCH__
@@ -178,23 +168,23 @@ __device__ unsigned short half_of_float(float sum) {
 __device__ float float_of_half(unsigned short stored) {
   const unsigned int sign = (stored & 0x8000u) << 16;
   const unsigned int shifted = (stored & 0x7fffu) << 13;
-  if (shifted >= 0x0f800000u) return float_of(sign | shifted | 0x7f800000u);  // infinity and NaN
+  if (shifted >= 0x0f800000u) return bits_as<float>(sign | shifted | 0x7f800000u);  // infinity and NaN
   // The bias of the exponents differs by 112. Multiplying by 2^112 is exact, for subnormals too.
-  return float_of(sign | bits_of(float_of(shifted) * float_of(0x77800000u)));
+  return bits_as<float>(sign | bits_as<unsigned int>(bits_as<float>(shifted) * bits_as<float>(0x77800000u)));
 }
 
 __device__ unsigned short half_of_float(float sum) {
-  const unsigned int magnitude = bits_of(sum) & 0x7fffffffu;
+  const unsigned int magnitude = bits_as<unsigned int>(sum) & 0x7fffffffu;
   unsigned int rounded;
   if (magnitude > 0x7f800000u) rounded = 0x7e00u;        // NaN
   else if (magnitude >= 0x477ff000u) rounded = 0x7c00u;  // 65520 and above round to infinity
   else if (magnitude < 0x38800000u) {
     // Below 2^-14 halves are multiples of 2^-24, as floats from 1/2 to 1 are: adding 1/2 rounds to such a multiple.
-    rounded = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+    rounded = bits_as<unsigned int>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000u;
   } else {
     rounded = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
   }
-  return (unsigned short)(((bits_of(sum) >> 16) & 0x8000u) | rounded);
+  return (unsigned short)(((bits_as<unsigned int>(sum) >> 16) & 0x8000u) | rounded);
 }
 #endif
 
@@ -208,38 +198,31 @@ struct Plain {
   static __device__ Result narrow(Sum value) { return value; }
 };
 
-struct Float16 {
+struct SixteenBits {
   typedef unsigned short Stored;
   typedef unsigned short Result;
   typedef float Sum;
-
-  static __device__ Sum widen(Stored stored) { return float_of_half(stored); }
-
-  static __device__ Stored narrow(Sum sum) { return half_of_float(sum); }
 };
 
-struct BFloat16 {
-  typedef unsigned short Stored;
-  typedef unsigned short Result;
-  typedef float Sum;
+struct Float16 : SixteenBits {
+  static __device__ Sum widen(Stored stored) { return float_of_half(stored); }
+  static __device__ Result narrow(Sum sum) { return half_of_float(sum); }
+};
 
-  static __device__ Sum widen(Stored stored) { return float_of((unsigned int)stored << 16); }
-
-  static __device__ Stored narrow(Sum sum) {
-    const unsigned int bits = bits_of(sum);
+struct BFloat16 : SixteenBits {
+  static __device__ Sum widen(Stored stored) { return bits_as<float>((unsigned int)stored << 16); }
+  static __device__ Result narrow(Sum sum) {
+    const unsigned int bits = bits_as<unsigned int>(sum);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;  // rounding could turn a NaN into infinity
-    return Stored((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+    return Result((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
   }
 };
 
 // The sum of 16-bit numbers as it is, in 32 bits.
 template <typename Kind>
-struct NotRounded {
-  typedef typename Kind::Stored Stored;
+struct NotRounded : Kind {
   typedef float Result;
-  typedef float Sum;
-  static __device__ Sum widen(Stored stored) { return Kind::widen(stored); }
-  static __device__ Result narrow(Sum sum) { return sum; }
+  static __device__ Result narrow(float sum) { return sum; }
 };
 
 // ---- sums ------------------------------------------------------------------------------------------------------------

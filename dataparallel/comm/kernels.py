@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import threading
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, permutations
+from itertools import accumulate, chain, combinations, permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from dataparallel.comm.routes import STAR
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.comm.streams.held import hold_for_peers
 from dataparallel.comm.tables import Place, Table, TableRow
-from dataparallel.comm.transport import Transport, summed_in
+from dataparallel.comm.transport import Transport
 from dataparallel.forks import in_forked_child
 
 THREADS = 256
@@ -42,32 +41,20 @@ ADDRESSES = 480
 _LOWER_BITS = 48
 """A pointer in a table: the number of an address above these bits, and below them the bytes from there."""
 
+COPY_KERNEL = "copy_many"
 
-class Kernel(NamedTuple):
-    """The name of a kernel, and the bytes of one of its elements."""
-
-    name: str
-    itemsize: int
-
-
-COPY_KERNEL = Kernel("copy_many", 1)
-
-SUM_KERNELS: dict[torch.dtype, Kernel] = {
-    torch.float64: Kernel("sum_float64", 8),
-    torch.float32: Kernel("sum_float32", 4),
-    torch.float16: Kernel("sum_float16", 2),
-    torch.bfloat16: Kernel("sum_bfloat16", 2),
-    torch.complex128: Kernel("sum_float64", 8),
-    torch.complex64: Kernel("sum_float32", 4),
+SUM_KERNELS: dict[tuple[torch.dtype, torch.dtype], str] = {
+    (torch.float64, torch.float64): "sum_float64",
+    (torch.float32, torch.float32): "sum_float32",
+    (torch.float16, torch.float16): "sum_float16",
+    (torch.bfloat16, torch.bfloat16): "sum_bfloat16",
+    (torch.float16, torch.float32): "sum_float16_to_float32",
+    (torch.bfloat16, torch.float32): "sum_bfloat16_to_float32",
+    (torch.complex128, torch.complex128): "sum_float64",
+    (torch.complex64, torch.complex64): "sum_float32",
 }
-"""The kernel that sums each dtype; others have none. A complex number is two elements. ``float16`` and ``bfloat16`` are
-summed in ``float32`` and rounded once."""
-
-WIDE_SUM_KERNELS: dict[torch.dtype, Kernel] = {
-    torch.float16: Kernel("sum_float16_to_float32", 2),
-    torch.bfloat16: Kernel("sum_bfloat16_to_float32", 2),
-}
-"""The kernel that sums each 16-bit dtype into ``float32``, without rounding."""
+"""The kernel that sums each dtype into a target of a dtype; others have none. A complex number is two elements.
+``float16`` and ``bfloat16`` are summed in ``float32``, and rounded once if the target has 16 bits."""
 
 _VECTOR_BYTES = 16
 _SMALLEST_CHUNK = THREADS * _VECTOR_BYTES  # one vector for each thread
@@ -85,28 +72,38 @@ class KernelLaunch(NamedTuple):
     blocks: int
 
 
-def pack(
-    kernel: Kernel, pointers: Sequence[Sequence[int]], counts: Sequence[int], *, max_blocks: int = BLOCKS
-) -> KernelLaunch:
-    """Prepares the launch of a kernel on dense memory. The launch has 0 blocks if all tensors are empty.
+def pack(table: Table, dtype: torch.dtype, target_dtype: torch.dtype, *, max_blocks: int = BLOCKS) -> KernelLaunch:
+    """Prepares the launch that executes a table with terms and targets of these dtypes, for which there is a kernel.
 
-    Args:
-        kernel: `COPY_KERNEL` or one of `SUM_KERNELS`.
-        pointers: rows, each with one pointer for every tensor. For copies: the sources, then each list of destinations;
-            no destination overlaps a source. For sums: the results, then each slot in turn; a result overlaps nothing,
-            or is one slot's tensor at the same position. A sum's pointers are multiples of the kernel's ``itemsize``.
-        counts: the number of elements of every tensor. Kernels do not read the pointer of an empty tensor.
-        max_blocks: above 0.
+    The launch has 0 blocks if all rows are empty. Address i + 1 is that of the table's tensor i.
     """
-    lengths = [len(row) for row in pointers]
-    if {*lengths} != {len(counts)}:
-        raise ValueError(f"every row has one pointer for each of {len(counts)} tensors; got rows of {lengths}")
+    kernel = kernel_for(table, dtype, target_dtype)
+    assert kernel is not None
+    sizes = [target_dtype.itemsize, *[dtype.itemsize] * (len(table[0].terms) if table else 0)]
+    pointers = [
+        [(place.tensor + 1 << _LOWER_BITS) + place.first * size for place in places]
+        for places, size in zip(zip(*[(row.target, *row.terms) for row in table], strict=True), sizes, strict=False)
+    ]
+    itemsize = 1 if kernel == COPY_KERNEL else dtype.itemsize // (1 + dtype.is_complex)
+    counts = [row.numel * (dtype.itemsize // itemsize) for row in table]
     # Small enough that every block gets a chunk, else large, for fewer searches in the table.
-    share = -(-sum(counts) * kernel.itemsize // max_blocks)
-    chunk = min(max(1 << (share - 1).bit_length(), _SMALLEST_CHUNK), _LARGEST_CHUNK) // kernel.itemsize
+    share = -(-sum(counts) * itemsize // max_blocks)
+    chunk = min(max(1 << (share - 1).bit_length(), _SMALLEST_CHUNK), _LARGEST_CHUNK) // itemsize
     first_chunks = list(accumulate((-(-count // chunk) for count in counts), initial=0))
-    table = torch.frombuffer(array("q", chain(*pointers, counts, first_chunks)), dtype=torch.int64)
-    return KernelLaunch(kernel.name, table, len(counts), len(pointers), chunk, min(first_chunks[-1], max_blocks))
+    packed = torch.frombuffer(array("q", chain(*pointers, counts, first_chunks)), dtype=torch.int64)
+    return KernelLaunch(kernel, packed, len(counts), len(pointers), chunk, min(first_chunks[-1], max_blocks))
+
+
+def kernel_for(table: Table, dtype: torch.dtype, target_dtype: torch.dtype) -> str | None:
+    """The kernel that executes a table with terms and targets of these dtypes; ``None`` if there is none."""
+    if dtype == target_dtype and all(len(row.terms) == 1 for row in table):
+        return COPY_KERNEL
+    return sum_kernel(dtype, target_dtype)
+
+
+def sum_kernel(dtype: torch.dtype, target_dtype: torch.dtype) -> str | None:
+    """The kernel that adds terms of ``dtype`` into a target; ``None`` if there is none."""
+    return SUM_KERNELS.get((dtype, target_dtype))
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------
@@ -115,10 +112,8 @@ _SOURCE = Path(__file__).with_name("kernels.cu")
 OPTIONS = ("--std=c++17",)
 """The compiler's options. CuPy adds ``-ftz=true``; see ``kernels.cu`` for how the kernels avoid its effect."""
 
-
 # Pairs of devices whose memory torch has mapped for each other.
 _reachable: set[frozenset[torch.device]] = set()
-_reaching = threading.Lock()
 
 
 def why_not(devices: Iterable[torch.device] = ()) -> str | None:
@@ -126,8 +121,7 @@ def why_not(devices: Iterable[torch.device] = ()) -> str | None:
 
     Devices that are not on CUDA are left out.
     """
-    problem = why_not_installed()
-    if problem is not None:
+    if (problem := why_not_installed()) is not None:
         return problem
     try:
         import cupy  # noqa: F401
@@ -150,27 +144,6 @@ def why_not_installed() -> str | None:
     return None
 
 
-def _call(packed: KernelLaunch, addresses: Sequence[int], device: torch.device) -> None:
-    """Calls the kernel on the current stream of ``device``, on which the table lies."""
-    import cupy
-    import numpy
-
-    kernel, table, *numbers, blocks = packed
-    stream = torch.cuda.current_stream(device)
-    # A structured scalar is passed by value. Address 0 is 0.
-    by_value = numpy.zeros(1, dtype=[("at", numpy.int64, ADDRESSES)])
-    by_value["at"][0, 1 : 1 + len(addresses)] = addresses
-    with cupy.cuda.Device(device.index):
-        # CuPy passes integers, and so the pointer, as 64 bits.
-        _function(kernel, device.index)(
-            (blocks,),
-            (THREADS,),
-            (table.data_ptr(), *numbers, by_value[0]),
-            # A launch reads nothing else. CuPy 14 deprecates ``ExternalStream``, and CuPy 13 has no other class for it.
-            stream=SimpleNamespace(ptr=stream.cuda_stream),
-        )
-
-
 class DeviceTable:
     """A table of ``comm.tables`` on a device, whose kernels read peers. It serves any memory of the same sizes.
 
@@ -187,20 +160,19 @@ class DeviceTable:
         self, table: Table, device: torch.device, dtype: torch.dtype, target_dtype: torch.dtype | None = None
     ) -> None:
         self.device = device
-        kernel = kernel_for(table, dtype, target_dtype or dtype)
-        assert kernel is not None
-        self._packed = pack(kernel, *encoded(table, kernel, dtype, target_dtype or dtype))
+        packed = pack(table, dtype, target_dtype or dtype)
         if device.type == "cuda":
-            self._packed = self._packed._replace(table=self._packed.table.pin_memory().to(device, non_blocking=True))
+            rows = packed.table.pin_memory().to(device, non_blocking=True)
         else:
-            rows = [(*row.target, row.numel, *chain(*row.terms)) for row in table]
-            self._packed = self._packed._replace(table=torch.tensor(rows, dtype=torch.int64))
+            rows = torch.tensor([(*row.target, row.numel, *chain(*row.terms)) for row in table], dtype=torch.int64)
+        self._packed = packed._replace(table=rows)
 
     def launch(self, tensors: Sequence[Tensor | None], shifts: Sequence[int] | None = None) -> None:
-        """Executes the table on the current stream of its device, by one launch. See `tables.by_torch`.
+        """Executes the table on the current stream of its device, by one launch.
 
-        The caller orders the stream after the writes of terms and before further uses of the targets, and holds all
-        memory until then. ``shifts``: for each tensor, how many elements after its first one the table begins to count.
+        A term whose tensor is ``None`` is left out; a row without terms stays as it is. The caller orders the stream
+        after the writes of terms and before further uses of the targets, and holds all memory until then. ``shifts``:
+        for each tensor, how many elements after its first one the table begins to count.
         """
         if self._packed.blocks == 0:
             return
@@ -208,56 +180,36 @@ class DeviceTable:
             rows = self._packed.table
             torch.get_device_module(self.device.type).launch_rows(self._packed.kernel, rows, tensors, shifts)
             return
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        if shifts is not None:
-            addresses = [
-                address and address + shift * tensor.itemsize  # type: ignore[union-attr]
-                for address, shift, tensor in zip(addresses, shifts, tensors, strict=True)
-            ]
-        _call(self._packed, addresses, self.device)
+        addresses = [
+            0 if tensor is None else tensor.data_ptr() + shift * tensor.itemsize
+            for tensor, shift in zip(tensors, shifts or [0] * len(tensors), strict=True)
+        ]
+        import cupy
+        import numpy
+
+        kernel, table, *numbers, blocks = self._packed
+        # A structured scalar is passed by value. Address 0 is 0.
+        by_value = numpy.zeros(1, dtype=[("at", numpy.int64, ADDRESSES)])
+        by_value["at"][0, 1 : 1 + len(addresses)] = addresses
+        # CuPy passes integers, and so the pointer, as 64 bits.
+        arguments = (table.data_ptr(), *numbers, by_value[0])
+        # CuPy's ``ExternalStream`` is deprecated from CuPy 14 on, and CuPy 13 has no other class for it.
+        stream = SimpleNamespace(ptr=torch.cuda.current_stream(self.device).cuda_stream)
+        with cupy.cuda.Device(self.device.index):
+            _function(kernel, self.device.index)((blocks,), (THREADS,), arguments, stream=stream)
 
 
-def kernel_for(table: Table, dtype: torch.dtype, target_dtype: torch.dtype) -> Kernel | None:
-    """The kernel that executes a table with terms and targets of these dtypes; ``None`` if there is none."""
-    if dtype == target_dtype and all(len(row.terms) == 1 for row in table):
-        return COPY_KERNEL
-    return sum_kernel(dtype, target_dtype)
-
-
-def sum_kernel(dtype: torch.dtype, target_dtype: torch.dtype) -> Kernel | None:
-    """The kernel that adds terms of ``dtype`` into a target; ``None`` if there is none."""
-    if dtype == target_dtype:
-        return SUM_KERNELS.get(dtype)
-    return WIDE_SUM_KERNELS.get(dtype) if target_dtype == summed_in(dtype) else None
-
-
-def encoded(
-    table: Table, kernel: Kernel, dtype: torch.dtype, target_dtype: torch.dtype
-) -> tuple[list[list[int]], list[int]]:
-    """The pointers and counts of a table, for `pack`. Address ``i + 1`` is that of the table's tensor ``i``."""
-    sizes = [target_dtype.itemsize, *[dtype.itemsize] * (len(table[0].terms) if table else 1)]
-    rows = [
-        [(place.tensor + 1 << _LOWER_BITS) + place.first * size for place in places]
-        for places, size in zip(zip(*[(row.target, *row.terms) for row in table], strict=True), sizes, strict=False)
-    ]
-    if kernel is COPY_KERNEL:
-        rows = rows[::-1]  # the source comes first
-    return rows, [row.numel * (dtype.itemsize // kernel.itemsize) for row in table]
-
-
-def make_reachable(device: torch.device, others: Sequence[torch.device]) -> None:
-    """Makes torch map the memory of ``others`` for ``device``, and the reverse, once for each pair.
+def make_reachable(devices: Sequence[torch.device]) -> None:
+    """Makes torch map the memory of distinct devices for each other, once for each pair.
 
     torch enables peer access only when it copies, and only for the device that the copy comes from. A kernel that reads
     unmapped memory breaks CUDA for the whole process. The check of ``peers`` copies too, but a user may turn it off.
     """
-    with _reaching:
-        for other in others:
-            pair = frozenset((device, other))
-            if pair not in _reachable:
-                _copy(device, other)
-                _copy(other, device)
-                _reachable.add(pair)
+    for one, other in combinations(devices, 2):
+        if (pair := frozenset((one, other))) not in _reachable:
+            _copy(one, other)
+            _copy(other, one)
+            _reachable.add(pair)
 
 
 def _copy(source: torch.device, target: torch.device) -> None:
@@ -283,12 +235,7 @@ def _module(device_index: int) -> Any:
 
 @in_forked_child
 def forget() -> None:
-    """Forgets which pairs are mapped, in a forked child, where the parent's mappings are not valid.
-
-    It makes a new lock, because another thread of the parent may have held the old one.
-    """
-    global _reaching
-    _reaching = threading.Lock()
+    """Forgets which pairs are mapped, in a forked child, where the parent's mappings are not valid."""
     _reachable.clear()
     _table_of.cache_clear()
 
@@ -342,7 +289,7 @@ def _launch(rows: Sequence[tuple[Sequence[Tensor], Tensor]]) -> None:
         own = [(terms, target) for terms, target in rows if target.device == device]
         terms, targets = [term for terms, _ in own for term in terms], [target for _, target in own]
         peers = [peer for peer in dict.fromkeys(term.device for term in terms) if peer != device]
-        make_reachable(device, peers)
+        make_reachable([device, *peers])
         for peer in peers:
             ready[peer].make_wait(streams[device])
         numels = tuple(target.numel() for target in targets)

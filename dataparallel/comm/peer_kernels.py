@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import threading
 from collections.abc import Sequence
-from itertools import combinations
+from functools import cache
+from itertools import accumulate, combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dataparallel.comm.checks import near_equal_sizes
 from dataparallel.comm.kernels import DeviceTable
+from dataparallel.comm.routes import STAR
 from dataparallel.comm.streams.current import kept_stream, streams_set
-from dataparallel.comm.tables import Part, Table, all_gather, by_torch, reduce_scatter
+from dataparallel.comm.tables import Part, all_gather, reduce_scatter, rows_in
+from dataparallel.devices import CPU
 from dataparallel.forks import in_forked_child
 
 P2P_BY_NVLINK, P2P_OK = 2, 0  # numbers, because some releases of pynvml have a wrong type for the names
@@ -28,9 +29,6 @@ P2P_BY_NVLINK, P2P_OK = 2, 0  # numbers, because some releases of pynvml have a 
 _ROUNDS = 3
 _NUMELS = (700_001, 5, 0, 40_003)
 """Elements of the tensors in the check: above 2 MiB, and such that most rows are not aligned to 16 bytes."""
-
-_lock = threading.Lock()  # held by the thread that checks; other threads wait for its result
-_results: dict[tuple[torch.device, ...], bool] = {}
 
 
 def why_not_by_default(devices: Sequence[torch.device]) -> str | None:
@@ -40,15 +38,16 @@ def why_not_by_default(devices: Sequence[torch.device]) -> str | None:
     """
     if torch.cuda.get_allocator_backend() != "native":
         return "memory of cudaMallocAsync may not be readable by peers"
-    problem = _why_not_linked(devices)
-    if problem is not None:
+    if (problem := _why_not_linked(devices)) is not None:
         return problem
-    with _lock:
-        if (key := tuple(devices)) not in _results:
-            _results[key] = passes_check(devices)
-        if not _results[key]:
-            return "kernels that read peers have failed their check: their results differed from those of copies"
+    if not _has_passed_check(tuple(devices)):
+        return "kernels that read peers have failed their check: their results differed from those of copies"
     return None
+
+
+@cache
+def _has_passed_check(devices: tuple[torch.device, ...]) -> bool:
+    return passes_check(devices)
 
 
 def _why_not_linked(devices: Sequence[torch.device]) -> str | None:
@@ -79,63 +78,39 @@ def passes_check(devices: Sequence[torch.device]) -> bool:
     order of their terms, which those of 16-bit numbers often do not.
     """
     owners, random = len(devices), torch.Generator().manual_seed(0)
-    parts, in_shard, in_full = cut_as_chunks(_NUMELS, owners)
+    sizes = [-(-numel // owners) for numel in _NUMELS]
+    in_shard, in_full = [*accumulate(sizes, initial=0)], [*accumulate(_NUMELS, initial=0)]
+    parts = [
+        Part(*starts, tuple(max(min(size, numel - owner * size), 0) for owner in range(owners)))
+        for starts, size, numel in zip(zip(in_shard, in_full, strict=True), sizes, _NUMELS, strict=False)
+    ]
+    plans = [all_gather(parts, slot) for slot in range(owners)]
+    plans += [reduce_scatter(parts, owner, owners) for owner in range(owners)]
+
+    def made(places: Sequence[torch.device]) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """The sources, and for each plan its tensors, of which the last is the target."""
+        shards = [torch.zeros(in_shard[-1], device=place) for place in places]
+        grads = [torch.zeros(sum(part.counts), device=place) for place in places for part in parts]
+        gathers = [[*shards, torch.zeros(in_full[-1], device=place)] for place in places]
+        return shards + grads, gathers + [[*grads, torch.zeros(in_shard[-1], device=place)] for place in places]
+
     with streams_set({device: kept_stream(device, "peers are checked") for device in devices}):
-        gathers = _Checked([all_gather(parts, slot) for slot in range(owners)], devices)
-        sums = _Checked([reduce_scatter(parts, owner, owners) for owner in range(owners)], devices)
-        shards = _Memory([in_shard] * owners, devices)
-        grads = _Memory([sum(part.counts) for _ in devices for part in parts], [d for d in devices for _ in parts])
-        fulls, totals = _Memory([in_full] * owners, devices), _Memory([in_shard] * owners, devices)
-        return all(
-            gathers.are_right(shards.drawn(random), fulls) and sums.are_right(grads.drawn(random), totals)
-            for _ in range(_ROUNDS)
-        )
-
-
-def cut_as_chunks(numels: Sequence[int], owners: int) -> tuple[list[Part], int, int]:
-    """Cuts tensors of these sizes, as ``torch.chunk`` does. Returns the elements of a shard and of the whole too."""
-    parts, in_shard, in_full = [], 0, 0
-    for numel in numels:
-        sizes = near_equal_sizes(numel, owners)
-        parts.append(Part(in_shard, in_full, (*sizes, *[0] * (owners - len(sizes)))))
-        in_shard, in_full = in_shard + sizes[0], in_full + numel
-    return parts, in_shard, in_full
-
-
-class _Memory:
-    """Tensors of ``float32`` on devices, and the same on the host."""
-
-    def __init__(self, numels: Sequence[int], devices: Sequence[torch.device]) -> None:
-        self.host = [torch.zeros(numel) for numel in numels]
-        self.on_devices = [tensor.to(device) for tensor, device in zip(self.host, devices, strict=True)]
-
-    def drawn(self, random: torch.Generator) -> _Memory:
-        """Draws new values. The host waits until they are on the devices, so any stream may read them."""
-        for host, on_device in zip(self.host, self.on_devices, strict=True):
-            on_device.copy_(host.normal_(generator=random))
-        return self
-
-
-class _Checked:
-    """A table for each device, which its kernel and torch's copies execute."""
-
-    def __init__(self, tables: Sequence[Table], devices: Sequence[torch.device]) -> None:
-        self._tables = tables
-        self._on_devices = [DeviceTable(t, device, torch.float32) for t, device in zip(tables, devices, strict=True)]
-
-    def are_right(self, sources: _Memory, results: _Memory) -> bool:
-        """Launches all kernels, then compares. The host waits for all of them."""
-        for table, result in zip(self._on_devices, results.on_devices, strict=True):
-            table.launch([*sources.on_devices, result])
-        for host_table, host in zip(self._tables, results.host, strict=True):
-            by_torch(host_table, [*sources.host, host])
-        found: list[Tensor] = [result.cpu() for result in results.on_devices]
-        return all(map(torch.equal, found, results.host))
+        (sources, on_host), (copies, there) = made([CPU] * owners), made(devices)
+        tables = [DeviceTable(plan, of[-1].device, torch.float32) for plan, of in zip(plans, there, strict=True)]
+        for _ in range(_ROUNDS):
+            for copy, source in zip(copies, sources, strict=True):
+                copy.copy_(source.normal_(generator=random))  # the host waits for it, so any stream may read the copy
+            for table, tensors in zip(tables, there, strict=True):
+                table.launch(tensors)
+            for plan, tensors in zip(plans, on_host, strict=True):
+                STAR.execute(rows_in(plan, tensors))
+            found = [tensors[-1].cpu() for tensors in there]  # of all, so that no kernel runs any more
+            if not all(map(torch.equal, found, [tensors[-1] for tensors in on_host])):
+                return False
+    return True
 
 
 @in_forked_child
 def forget() -> None:
-    """Forgets all results, in a forked child and in tests. A thread of the parent may have held the lock."""
-    global _lock
-    _lock = threading.Lock()
-    _results.clear()
+    """Forgets all results, in a forked child and in tests."""
+    _has_passed_check.cache_clear()

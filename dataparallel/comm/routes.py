@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dataparallel.comm.streams.current import are_pieces_under_way, piece_streams, shared_piece_streams, wavefront
 from dataparallel.comm.streams.held import hold_for_peers
-from dataparallel.comm.transport import Transport, summed_in
+from dataparallel.comm.tables import summed_in
+from dataparallel.comm.transport import Transport
 
 _ALIGNED = 128
 """Pieces begin at multiples of this number of elements, where a load or store of any width may begin."""
@@ -57,7 +58,6 @@ class TorchCopies(Transport):
             _broadcast_along_chain(source, buffers, 1)
         else:
             super().broadcast_flat(source, buffers)
-        hold_for_peers(buffers, [source])
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
         """The sum along a chain; along a star the destination adds one buffer after the other."""
@@ -77,8 +77,7 @@ def _number_of_pieces(flat: Tensor) -> int:
 
 def _split(flat: Tensor, count: int) -> Sequence[Tensor]:
     """``count`` pieces of almost the same size, or fewer if the buffer is small."""
-    size = -(-flat.numel() // count)
-    size = -(-size // _ALIGNED) * _ALIGNED
+    size = -(-flat.numel() // (count * _ALIGNED)) * _ALIGNED
     return flat.split(size) if 0 < size < flat.numel() else (flat,)
 
 
@@ -101,6 +100,7 @@ def _broadcast_along_chain(source: Tensor, buffers: Sequence[Tensor], count: int
             streams.use(devices[hop], first + piece if hop else 0)
             streams.use(devices[hop + 1], first + piece)
             pieces[hop + 1][piece].copy_(pieces[hop][piece])
+    hold_for_peers(buffers, [source])
 
 
 def _sum_along_chain(flats: Sequence[Tensor], destination: torch.device, count: int) -> Tensor:

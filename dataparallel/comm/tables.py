@@ -1,7 +1,8 @@
-"""`Table`: what one launch copies and adds, as rows of places in tensors; `by_torch` does it on any device.
+"""Plans: pure functions that say what a collective copies and adds, as rows of a target and of terms.
 
-A plan is a pure function that makes a table for each device: `all_gather`, `reduce_scatter`. It sees no tensor, only
-their sizes, so a table is made once and serves any memory. ``comm.kernels`` executes a table by one launch.
+`broadcast`, `scatter` and `gather` plan for tensors of any strides. `all_gather` and `reduce_scatter` plan for flat
+memory, of which they see only sizes: a `Table` is made once and serves any memory. ``Transport.execute`` does by copies
+what rows say, ``comm.kernels`` does what a table says by one launch.
 """
 
 from __future__ import annotations
@@ -10,9 +11,48 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
-from dataparallel.comm.transport import summed_in
+
+class Row(NamedTuple):
+    """``target`` gets the sum of ``terms``, added in its dtype and in their order, or a copy of the only one.
+
+    All have one shape. The target may be the memory of the first term.
+    """
+
+    target: Tensor
+    terms: Sequence[Tensor]
+
+
+def broadcast(tensor: Tensor, out: Sequence[Tensor]) -> list[Row]:
+    """Copies the tensor into each of ``out``."""
+    return [Row(target, [tensor]) for target in out]
+
+
+def scatter(tensor: Tensor, out: Sequence[Tensor], dim: int) -> list[Row]:
+    """Copies consecutive parts of the tensor along ``dim`` into ``out``."""
+    parts = torch.split(tensor, [target.shape[dim] for target in out], dim)
+    return [Row(target, [part]) for target, part in zip(out, parts, strict=True)]
+
+
+def gather(tensors: Sequence[Tensor], out: Tensor, dim: int) -> list[Row]:
+    """Copies the tensors into consecutive parts of ``out`` along ``dim``."""
+    parts = torch.split(out, [tensor.shape[dim] for tensor in tensors], dim)
+    return [Row(part, [tensor]) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def sums_of_rows(matrices: Sequence[Tensor], out: Sequence[Tensor]) -> list[Row]:
+    """Adds row j of all ``matrices`` into ``out[j]``."""
+    return [Row(target, [matrix[j] for matrix in matrices]) for j, target in enumerate(out)]
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of partial sums: ``float32`` for 16-bit floats, so that a sum is rounded once; else ``dtype``."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+# ---- flat memory -----------------------------------------------------------------------------------------------------
 
 
 class Place(NamedTuple):
@@ -79,26 +119,16 @@ def reduce_scatter(parts: Sequence[Part], owner: int, slots: int) -> Table:
     ]
 
 
-def by_torch(table: Table, tensors: Sequence[Tensor | None]) -> None:
-    """Executes a table row by row, on the current streams. `comm.kernels.DeviceTable.launch` has the same bits.
+def rows_in(table: Table, tensors: Sequence[Tensor | None]) -> list[Row]:
+    """The rows of a table in the memory of these tensors. Terms without a tensor and rows without terms are no part."""
 
-    A term whose tensor is ``None`` is left out; a row without terms stays as it is.
-    """
-
-    def elements(place: Place, numel: int) -> Tensor | None:
+    def elements(place: Place, numel: int) -> Tensor:
         tensor = tensors[place.tensor]
-        return None if tensor is None else tensor.as_strided((numel,), (1,), tensor.storage_offset() + place.first)
+        assert tensor is not None
+        return tensor.as_strided((numel,), (1,), tensor.storage_offset() + place.first)
 
-    for target, terms, numel in table:
-        found = [term for place in terms if (term := elements(place, numel)) is not None]
-        result = elements(target, numel)
-        if not found or result is None or not numel:
-            continue
-        if len(found) == 1:
-            result.copy_(found[0])
-            continue
-        wide = summed_in(found[0].dtype)
-        total = found[0].to(result.device, wide, copy=True)
-        for term in found[1:]:
-            total.add_(term.to(result.device))
-        result.copy_(total)
+    rows = [
+        Row(elements(target, numel), [elements(term, numel) for term in terms if tensors[term.tensor] is not None])
+        for target, terms, numel in table
+    ]
+    return [row for row in rows if row.terms]

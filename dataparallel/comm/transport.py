@@ -9,34 +9,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.comm.buckets import (
-    Bucket,
-    Planned,
-    dense_stride,
-    flatten,
-    plan_buckets,
-    travels_flat,
-    unflatten,
-)
+from dataparallel.comm import tables
+from dataparallel.comm.buckets import Bucket, Planned, flatten, plan_buckets, travels_flat, unflatten
 from dataparallel.comm.kinds import same_kind, send_by_torch
 from dataparallel.comm.streams.current import RECEIVING, SENDING, piece_streams, wavefront
 from dataparallel.comm.streams.held import hold_for_peers
+from dataparallel.comm.tables import Row, summed_in
 
-
-class Allocate(Protocol):
-    """Makes a tensor without values, like another one and on ``device``."""
-
-    def __call__(self, like: Tensor, /, *, device: torch.device) -> Tensor: ...
-
+Allocate: TypeAlias = "Callable[..., Tensor]"
+"""Makes a tensor without values, like another one and on the device ``device``."""
 
 _OVERLAP_ABOVE_BYTES = 2**22
-"""Matrices above this size are sent on another stream of a device than it receives on, at the same time."""
+"""Terms of a sum above this size are sent on another stream of a device than it receives on, at the same time."""
 
 
 class FlatBroadcast(NamedTuple):
@@ -44,17 +34,21 @@ class FlatBroadcast(NamedTuple):
 
     Attributes:
         indices: positions of the bucket's tensors in the caller's list.
-        read: makes the flat buffer from the tensors' current values. After that the tensors may be changed.
+        bucket: by their positions in ``tensors``.
+        tensors: the sources.
         send: sends the flat buffer into ``buffers``.
         buffers: the buffers that receive, one for each device.
-        sources: the bucket's tensors.
     """
 
     indices: Sequence[int]
-    read: Callable[[], Tensor]
+    bucket: Bucket
+    tensors: Sequence[Tensor]
     send: Callable[[Tensor], Any]
     buffers: Sequence[Tensor]
-    sources: Sequence[Tensor]
+
+    def read(self) -> Tensor:
+        """Makes the flat buffer from the tensors' current values. After that the tensors may be changed."""
+        return flatten(self.bucket, self.tensors)
 
 
 Later: TypeAlias = "Callable[[FlatBroadcast], object]"
@@ -80,7 +74,7 @@ class Transport:
         target.copy_(source)
 
     def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copies source i into target i, by default one after the other."""
+        """Copies source i into target i, by default one after the other. The caller holds the memory for peers."""
         for target, source in zip(targets, sources, strict=True):
             self.copy(target, source)
 
@@ -90,11 +84,11 @@ class Transport:
         return [tensor if device == tensor.device else self.send(tensor, device) for tensor, device in pairs]
 
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
-        """Copies the flat buffer ``source`` into ``buffers`` of its size, by default as `copy_each`.
+        """Copies the flat buffer ``source`` into ``buffers`` of its size. By default along a star.
 
         The buffers are on distinct devices other than the source's.
         """
-        self.copy_each(buffers, [source] * len(buffers))
+        self.execute(tables.broadcast(source, buffers))
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
         """The sum of flat buffers, added in the order given, on ``destination``. It may overwrite the buffers.
@@ -108,31 +102,49 @@ class Transport:
             total.add_(self.to_device(flat, destination))
         return total.to(first.dtype)
 
-    def reduce_scatter(self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate) -> None:
-        """`comm.reduce_scatter`. Each device receives its row of each matrix, and adds it.
+    # ---- what a plan says --------------------------------------------------------------------------------------------
 
-        In each step a device receives from another one than the others do, so that all links are busy.
+    def execute(self, rows: Sequence[Row], empty: Allocate = torch.empty_like) -> None:
+        """Copies and adds what a plan of ``comm.tables`` says, on the current streams. Memory is held for peers once.
+
+        ``empty`` allocates the buffers that receive terms.
+        """
+        if all(len(row.terms) == 1 for row in rows):
+            received = [row.target for row in rows]
+            self.copy_each(received, [row.terms[0] for row in rows])
+        else:
+            received = self._add_terms(rows, empty)
+        hold_for_peers(received, [term for row in rows for term in row.terms])
+
+    def _add_terms(self, rows: Sequence[Row], empty: Allocate) -> list[Tensor]:
+        """Executes rows with several terms, and returns the buffers that have received some.
+
+        Where each device adds terms of all, it receives in each step from another one than the others do, so that all
+        links are busy.
         """
         buffers: dict[int, Tensor] = {}
-        devices = [tensor.device for tensor in (*matrices, *out)]
-        with piece_streams(devices, 2 if matrices[0].nbytes > _OVERLAP_ABOVE_BYTES else 1) as streams:
-            for slot, owner in wavefront(len(matrices), len(out)):
-                row, total = matrices[slot][owner], out[owner]
-                streams.use(total.device, RECEIVING)
-                if row.device != total.device:
-                    received = total
-                    if slot or row.dtype != total.dtype:
-                        if owner not in buffers:
-                            buffers[owner] = empty(row, device=total.device)
-                        received = buffers[owner]
-                    streams.use(row.device, SENDING)
-                    self.copy(received, row)
-                    row = received
-                if slot:
-                    total.add_(row)
-                elif row is not total:
-                    total.copy_(row)
-        hold_for_peers([*buffers.values()], matrices)
+        devices = {tensor.device for row in rows for tensor in (row.target, *row.terms)}
+        is_large = sum(row.terms[0].nbytes for row in rows) > _OVERLAP_ABOVE_BYTES
+        with piece_streams(devices, 2 if is_large else 1) as streams:
+            for step, at in wavefront(max(len(row.terms) for row in rows), len(rows)):
+                target, terms = rows[at]
+                if step >= len(terms):
+                    continue
+                term = terms[step]
+                streams.use(target.device, RECEIVING)
+                if term.device != target.device:
+                    needs_buffer = step > 0 or term.dtype != target.dtype
+                    if needs_buffer and at not in buffers:
+                        buffers[at] = empty(term, device=target.device)
+                    received = buffers[at] if needs_buffer else target
+                    streams.use(term.device, SENDING)
+                    self.copy(received, term)
+                    term = received
+                if step:
+                    target.add_(term)
+                elif term.data_ptr() != target.data_ptr():
+                    target.copy_(term)
+        return [*buffers.values()]
 
     # ---- one tensor --------------------------------------------------------------------------------------------------
 
@@ -151,31 +163,21 @@ class Transport:
         return self._broadcast_singly(tensor, devices, own=False)
 
     def _broadcast_singly(self, tensor: Tensor, devices: Sequence[torch.device], own: bool) -> list[Tensor]:
-        sent: dict[torch.device, Tensor] = {}
-        results = []
-        for slot, device in enumerate(devices):
-            if own and slot > 0:
-                results.append(self.to_device(tensor, device, own=True))
-            else:
-                if device not in sent:
-                    sent[device] = self.to_device(tensor, device)
-                results.append(sent[device])
-        return results
+        if own:
+            return [self.to_device(tensor, device, own=slot > 0) for slot, device in enumerate(devices)]
+        sent = {device: self.to_device(tensor, device) for device in dict.fromkeys(devices)}
+        return [sent[device] for device in devices]
 
     def broadcast_into(self, out: Sequence[Tensor], tensor: Tensor) -> None:
         """Copies ``tensor`` into each of ``out``, whose dtypes may differ from its own."""
-        devices = [target.device for target in out]
-        are_apart = len({tensor.device, *devices}) == 1 + len(devices)
+        both = [tensor, *out]
+        are_apart = len({t.device for t in both}) == len(both)
         # A device may pass on the values that it received, so no target may have rounded them to another dtype.
-        if (
-            are_apart
-            and all(target.dtype == tensor.dtype for target in out)
-            and all(t.dim() == 1 and travels_flat(t) and t.is_contiguous() for t in (tensor, *out))
-        ):
+        are_alike = all(t.dtype == tensor.dtype for t in out)
+        if are_apart and are_alike and all(t.dim() == 1 and travels_flat(t) and t.is_contiguous() for t in both):
             self.broadcast_flat(tensor, out)
         else:
-            self.copy_each(out, [tensor] * len(out))
-            hold_for_peers(out, [tensor])
+            self.execute(tables.broadcast(tensor, out))
 
     def reduce_add(self, inputs: Sequence[Tensor], destination: torch.device) -> Tensor:
         """The sum, in slot order, on ``destination``. A single input is returned as it is."""
@@ -216,40 +218,28 @@ class Transport:
         ``later`` cannot go with ``own``, which clones buffers that have arrived.
         """
         results = [list(tensors) for _ in devices]
-        # If all slots are on one device, tensors on that device stay, unless each slot needs its own copy.
-        stays = devices[0] if len({*devices}) == 1 and not (own and len(devices) > 1) else None
-        moving = [i for i, tensor in enumerate(tensors) if tensor.device != stays]
-        if planned is None or len(moving) < len(tensors):
-            planned = plan_buckets(tensors, buffer_size, candidates=moving)
-        buckets, singles = planned
+        buckets, singles = planned or plan_buckets(tensors, buffer_size)
         for index in singles:
             for result, copy in zip(results, self._broadcast_singly(tensors[index], devices, own), strict=True):
                 result[index] = copy
         for bucket in buckets:
-            source = tensors[bucket.indices[0]].device
-            needing = [slot for slot, device in enumerate(devices) if device != source or (own and slot > 0)]
+            first = tensors[bucket.indices[0]]
+            needing = [slot for slot, device in enumerate(devices) if device != first.device or (own and slot > 0)]
             if not needing:
                 continue
-            # The first slot on each other device receives a buffer.
-            first_on = {device: devices.index(device) for device in devices if device != source}
-            dtype = tensors[bucket.indices[0]].dtype
-            buffers = {slot: torch.empty(bucket.numel, dtype=dtype, device=on) for on, slot in first_on.items()}
-            received = [*buffers.values()]
+            others = [device for device in dict.fromkeys(devices) if device != first.device]
+            buffers = {device: torch.empty(bucket.numel, dtype=first.dtype, device=device) for device in others}
+            send = partial(self.broadcast_flat, buffers=[*buffers.values()])
+            broadcast = FlatBroadcast(bucket.indices, bucket, tensors, send, [*buffers.values()])
             if later is None:
-                flat = flatten(bucket, tensors)
-                self.broadcast_flat(flat, received)
+                send(flat := broadcast.read())
             else:
-                read, send = partial(flatten, bucket, tensors), partial(self.broadcast_flat, buffers=received)
-                later(FlatBroadcast(bucket.indices, read, send, received, [tensors[i] for i in bucket.indices]))
-            arrived = {slot: unflatten(bucket, buffer) for slot, buffer in buffers.items()}
+                later(broadcast)
+            arrived = {device: unflatten(bucket, buffer) for device, buffer in buffers.items()}
             for slot in needing:
-                device = devices[slot]
-                if slot in arrived:
-                    parts = arrived[slot]
-                elif own and slot > 0:
-                    parts = unflatten(bucket, (buffers[first_on[device]] if device in first_on else flat).clone())
-                else:
-                    parts = arrived[first_on[device]]
+                parts = arrived.pop(devices[slot], None) if own else arrived[devices[slot]]
+                if parts is None:  # the device has the source, or another slot has what has arrived there
+                    parts = unflatten(bucket, buffers.get(devices[slot], flat).clone())
                 for index, part in zip(bucket.indices, parts, strict=True):
                     results[slot][index] = part
         return results
@@ -310,8 +300,6 @@ class Transport:
             chunks = list(torch.split_with_sizes(Tensor.detach(tensor), list(sizes), dim))
         moved = self.send_each(chunks, devices)
         hold_for_peers(moved, [tensor])
-        if type(tensor) is Tensor and not tensor.__dict__:
-            return moved
         return [same_kind(chunk, tensor, self.send) for chunk in moved]
 
     def scatter_coalesced(
@@ -319,13 +307,16 @@ class Transport:
     ) -> list[list[Tensor]]:
         """For each tensor what `scatter` returns. All are on one device, and `travels_flat` is true for each.
 
-        What one slot gets travels in a flat buffer for each dtype.
+        What one slot gets travels in a flat buffer for each dtype. Then each chunk gets memory of its own.
         """
         split = [torch.split_with_sizes(Tensor.detach(tensor), list(sizes), dim) for tensor in tensors]
         by_slot = [[*chunks] for chunks in zip(*split, strict=True)]
-        for chunks, device in zip(by_slot, devices, strict=True):
-            for bucket in plan_buckets(chunks)[0] if device != tensors[0].device else ():
-                received = unflatten(bucket, self.to_device(flatten(bucket, chunks), device))
+        plans: dict[int, list[Bucket]] = {}  # by the size of the chunks, which are alike otherwise
+        for chunks, device, size in zip(by_slot, devices, sizes, strict=True):
+            if size not in plans:
+                plans[size], _ = plan_buckets(chunks, keep_repeats=False)
+            for bucket in plans[size] if device != tensors[0].device else ():
+                received = unflatten(bucket, self.to_device(flatten(bucket, chunks), device), own=True)
                 for index, chunk in zip(bucket.indices, received, strict=True):
                     chunks[index] = chunk
         return [[*chunks] for chunks in zip(*by_slot, strict=True)]
@@ -339,17 +330,8 @@ class Transport:
         first = tensors[0]
         shape = list(first.shape)
         shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-        stride = dense_stride(shape, torch.empty_like(first, device="meta").stride())
-        out = torch.empty_strided(shape, stride, dtype=first.dtype, device=destination)
-        return self.gather_into(out, tensors, dim)
-
-    def gather_into(self, out: Tensor, tensors: Sequence[Tensor], dim: int) -> Tensor:
-        """Copies the tensors into consecutive parts of ``out`` along ``dim``."""
-        self.copy_each(torch.split(out, [t.shape[dim] for t in tensors], dim), tensors)
-        hold_for_peers([out], tensors)
+        stride = torch.empty_like(first, device="meta").stride()
+        order = sorted(range(first.dim()), key=lambda dim: -stride[dim])
+        out = torch.empty_permuted(shape, order, dtype=first.dtype, device=destination)
+        self.execute(tables.gather(tensors, out, dim))
         return out
-
-
-def summed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of partial sums: ``float32`` for 16-bit floats, so that a sum is rounded once; else ``dtype``."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

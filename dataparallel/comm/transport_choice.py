@@ -156,10 +156,6 @@ def _why_unavailable(distinct: Sequence[torch.device], unavailable: str | None, 
     return None
 
 
-_HOST = ThroughHost()
-_CUPY = Cupy()
-
-
 def transport_for(
     work: Collective, devices: Sequence[torch.device], tensors: Sequence[Tensor], cap_bytes: int = sys.maxsize
 ) -> Transport:
@@ -185,8 +181,8 @@ def _cached_transport(
     if choice.transport == "nccl":
         return nccl.Nccl(sums=not user_settings.deterministic)
     if choice.transport == "cupy":
-        return _CUPY
-    return _HOST if choice.transport == "host" else TorchCopies(choice.route)
+        return Cupy()
+    return ThroughHost() if choice.transport == "host" else TorchCopies(choice.route)
 
 
 def why_no_tables(slots: Sequence[torch.device]) -> str | None:
@@ -205,8 +201,7 @@ def _why_no_tables(slots: tuple[torch.device, ...], user_settings: CommSettings,
         return "the kernels read peers, and there are not two accelerators"
     if asked not in (None, "cupy"):
         return f"{asked!r} was asked for"
-    failed = failed_pairs(distinct) if check_peers else []
-    if failed:
+    if check_peers and (failed := failed_pairs(distinct)):
         return f"copies from {failed[0][0]} to {failed[0][1]} have failed their check"
     if distinct[0].type != "cuda":
         if not hasattr(torch.get_device_module(distinct[0].type), "launch_rows"):
@@ -214,8 +209,7 @@ def _why_no_tables(slots: tuple[torch.device, ...], user_settings: CommSettings,
         return None
     problem = kernels.why_not(distinct)
     if problem is None:
-        for device in distinct:
-            kernels.make_reachable(device, [other for other in distinct if other != device])
+        kernels.make_reachable(distinct)
         problem = why_not_by_default(distinct) if asked is None else None
     if problem is not None:
         log.info(

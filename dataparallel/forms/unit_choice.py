@@ -41,7 +41,7 @@ def units_of(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def _lists_of_blocks(module: nn.Module, most: int) -> Iterator[list[nn.Module]]:
-    """Yields the blocks of each list. None of them is above ``most`` bytes with blocks that repeat, or is not called."""
+    """Yields the blocks of each list, which have a ``forward``. One above ``most`` bytes has no blocks that repeat."""
     siblings: list[nn.Module] = []
     for child in module.children():
         if not has_forward(child) or (_bytes(child) > most and _repeats(child)):

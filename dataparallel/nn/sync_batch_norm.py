@@ -19,7 +19,7 @@ from dataparallel import _torch
 from dataparallel.arguments import checked
 from dataparallel.autograd.functions import Broadcast, Gather
 from dataparallel.autograd.node import Node
-from dataparallel.comm.transport import summed_in
+from dataparallel.comm.tables import summed_in
 from dataparallel.peers.across_machines import gathered
 from dataparallel.peers.joint import JointSpan, Request, described, joint, replayed_place, span_of_caller
 

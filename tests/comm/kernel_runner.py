@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import dataparallel.comm
-from dataparallel.comm.kernels import ADDRESSES, COPY_KERNEL, SUM_KERNELS, THREADS, KernelLaunch, pack
+from dataparallel.comm.kernels import ADDRESSES, THREADS, KernelLaunch
 
 SOURCE = Path(dataparallel.comm.__file__).parent / "kernels.cu"
 SHIM = Path(__file__).with_name("kernel_shim.cpp")
@@ -36,7 +36,7 @@ class Kernels:
         self.library = ctypes.CDLL(str(library))
 
     def run(
-        self, launch: KernelLaunch, addresses: Sequence[int] = (), *, threads: int = THREADS, backwards: bool = False
+        self, launch: KernelLaunch, addresses: Sequence[int], *, threads: int = THREADS, backwards: bool = False
     ) -> None:
         name, table, *numbers, blocks = launch
         assert threads <= THREADS
@@ -57,22 +57,6 @@ class Kernels:
         function = getattr(self.library, f"narrow_{str(dtype).removeprefix('torch.')}")
         function(ctypes.c_void_p(sums.data_ptr()), ctypes.c_void_p(rounded.data_ptr()), ctypes.c_longlong(sums.numel()))
         return rounded
-
-
-def copying(sources: Sequence[Tensor], destinations: Sequence[Sequence[Tensor]], *, max_blocks: int) -> KernelLaunch:
-    """Copies each contiguous source into the tensors at its position in every list of destinations."""
-    return pack(COPY_KERNEL, _pointers([sources, *destinations]), [t.nbytes for t in sources], max_blocks=max_blocks)
-
-
-def summing(slots: Sequence[Sequence[Tensor]], out: Sequence[Tensor], *, max_blocks: int) -> KernelLaunch:
-    """Sums the slots' contiguous tensors, all of one dtype, into those of ``out``."""
-    kernel = SUM_KERNELS[out[0].dtype]
-    counts = [tensor.nbytes // kernel.itemsize for tensor in out]
-    return pack(kernel, _pointers([out, *slots]), counts, max_blocks=max_blocks)
-
-
-def _pointers(rows: Sequence[Sequence[Tensor]]) -> list[list[int]]:
-    return [[tensor.data_ptr() for tensor in row] for row in rows]
 
 
 def _compiler() -> list[str] | None:

@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataparallel.comm import host
+from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.routes import STAR
 
 CPU = torch.device("cpu")
+HOST = ThroughHost()
 on_devices = pytest.mark.devices("sim", "cuda")
 
 
@@ -61,7 +63,7 @@ class Travels(TorchDispatchMode):
 def test_it_brings_what_a_plain_copy_brings(form: str, pair: tuple, memory: str) -> None:
     tensor = FORMS[form](numbers().to(pair[0]))
     with torch.no_grad():
-        ours, theirs = host.send(tensor, pair[1]), STAR.to_device(tensor, pair[1])
+        ours, theirs = HOST.to_device(tensor, pair[1]), STAR.to_device(tensor, pair[1])
     assert type(ours) is type(theirs)
     assert ours.__dict__ == theirs.__dict__
     assert (ours.device, ours.dtype, ours.layout) == (pair[1], theirs.dtype, theirs.layout)
@@ -77,7 +79,7 @@ def test_it_brings_what_a_plain_copy_brings(form: str, pair: tuple, memory: str)
 def test_nothing_goes_from_device_to_device(pair: tuple, memory: str) -> None:
     tensor = numbers().to(pair[0])
     with Travels() as seen:
-        host.send(tensor, pair[1])
+        HOST.to_device(tensor, pair[1])
     assert seen.ways == {(str(pair[0]), "cpu"), ("cpu", str(pair[1]))}
     staged = [made for made in seen.made if made.device == CPU]
     assert staged
@@ -86,14 +88,14 @@ def test_nothing_goes_from_device_to_device(pair: tuple, memory: str) -> None:
 
 def test_what_is_there_stays_unless_the_caller_needs_its_own(root: torch.device) -> None:
     tensor = numbers().to(root)
-    assert host.send(tensor, root) is tensor
-    own = host.send(tensor, root, own=True)
+    assert HOST.to_device(tensor, root) is tensor
+    own = HOST.to_device(tensor, root, own=True)
     assert torch.equal(own, tensor)
     assert own.data_ptr() != tensor.data_ptr()
 
 
 def test_from_and_to_the_host_it_is_a_plain_copy(root: torch.device) -> None:
     elsewhere = torch.device("cpu", 0) if root == CPU else root
-    there = host.send(with_attribute(numbers()), elsewhere)
+    there = HOST.to_device(with_attribute(numbers()), elsewhere)
     assert (there.device.type, there.tag) == (elsewhere.type, "mine")
-    assert torch.equal(host.send(there, CPU), numbers())
+    assert torch.equal(HOST.to_device(there, CPU), numbers())

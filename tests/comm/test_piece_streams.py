@@ -1,5 +1,7 @@
 """Several streams on each device: what overlaps, and what is ordered."""
 
+from collections import Counter
+
 import pytest
 import torch
 from ports import Ports
@@ -7,6 +9,8 @@ from tensor_kinds import devices_of
 from torch import Tensor
 
 from clocked import check_clocks
+from dataparallel import comm
+from dataparallel.comm import transport
 from dataparallel.comm.routes import TorchCopies
 from dataparallel.comm.streams.current import shared_piece_streams
 
@@ -67,6 +71,35 @@ def test_buckets_in_one_block_follow_each_other_without_a_gap(
     assert ports.steps == len(everyone) - 2 + pieces + pieces + sizes.count(1)
     for source, *buffers in buckets:
         assert all(torch.equal(buffer.cpu(), source.cpu()) for buffer in buffers)
+
+
+def matrices_on(slots: list[torch.device]) -> list[Tensor]:
+    return [torch.ones(len(slots), SIZE, device=slot) for slot in slots]
+
+
+@pytest.mark.slots(4, 8)
+def test_steps_of_a_sum_for_each_device(everyone: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large matrices are sent and received at the same time."""
+    monkeypatch.setattr(transport, "_OVERLAP_ABOVE_BYTES", 0)
+    matrices, out = matrices_on(everyone), [torch.empty(SIZE, device=device) for device in everyone]
+    comm.reduce_scatter(matrices, out)  # the first call checks pairs of devices, by copies too
+    with Ports(monkeypatch) as ports:
+        comm.reduce_scatter(matrices, out)
+    assert ports.steps <= 2 * len(everyone) - 1
+    assert len(ports.copies) == len(everyone) * (len(everyone) - 1)
+
+
+@pytest.mark.slots(2, 3, 4, 8)
+def test_a_sum_for_each_device_needs_memory_for_one_row(everyone: list) -> None:
+    """The first owner's sum begins with its own term. The others receive their first term where the sum will be."""
+    asked: Counter[torch.device] = Counter()
+
+    def empty(like: Tensor, *, device: torch.device) -> Tensor:
+        asked[device] += like.numel()
+        return torch.empty_like(like, device=device)
+
+    comm.reduce_scatter(matrices_on(everyone), [torch.empty(SIZE, device=device) for device in everyone], empty)
+    assert max(asked.values()) <= SIZE
 
 
 # Orders

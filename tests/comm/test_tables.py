@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -12,17 +14,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_runner import Kernels
+from tensor_kinds import devices_of
 from torch import Tensor
 
 from clocked import check_clocks
-from dataparallel.comm.kernels import SUM_KERNELS, DeviceTable, encoded, kernel_for, pack
-from dataparallel.comm.tables import Part, Table, all_gather, by_torch, reduce_scatter
-from dataparallel.comm.transport import summed_in
+from dataparallel.comm import tables
+from dataparallel.comm.host import ThroughHost
+from dataparallel.comm.kernels import SUM_KERNELS, DeviceTable, kernel_for, pack
+from dataparallel.comm.routes import STAR
+from dataparallel.comm.tables import Part, Table, all_gather, reduce_scatter, rows_in, summed_in
+from dataparallel.comm.transport import Transport
 
 pytestmark = pytest.mark.slots(8)
 ONLY_CPU = pytest.mark.devices("cpu")
-SUMMED = [*SUM_KERNELS]
-COPIED = [*SUM_KERNELS, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex32]
+SUMMED = [*dict.fromkeys(dtype for dtype, _ in SUM_KERNELS)]
+COPIED = [*SUMMED, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex32]
 
 Execute: TypeAlias = "Callable[[Table, Sequence[Tensor | None]], object]"
 """Executes a table. The last tensor is the target."""
@@ -107,6 +113,10 @@ def summed(parts: Sequence[Part], owner: int, grads: Sequence[Sequence[Tensor | 
     return expected
 
 
+def by_copies(table: Table, tensors: Sequence[Tensor | None]) -> None:
+    STAR.execute(rows_in(table, tensors))
+
+
 def by_kernel(table: Table, tensors: Sequence[Tensor | None], kernels: Kernels | None = None) -> None:
     """Executes a table by a kernel: of the target's device, or of the CPU."""
     *terms, target = tensors
@@ -116,8 +126,7 @@ def by_kernel(table: Table, tensors: Sequence[Tensor | None], kernels: Kernels |
     if kernels is None:
         DeviceTable(table, target.device, dtype, target.dtype).launch(tensors)
         return
-    kernel = kernel_for(table, dtype, target.dtype)
-    packed = pack(kernel, *encoded(table, kernel, dtype, target.dtype), max_blocks=3)
+    packed = pack(table, dtype, target.dtype, max_blocks=3)
     kernels.run(packed, [0 if tensor is None else tensor.data_ptr() for tensor in tensors], threads=7)
 
 
@@ -134,8 +143,8 @@ def devices(request: pytest.FixtureRequest, slots: list) -> list[torch.device]:
 def executors(request: pytest.FixtureRequest, devices: list[torch.device]) -> list[Execute]:
     """All that can execute a table on these devices."""
     if devices[0].type == "cpu":
-        return [by_torch, partial(by_kernel, kernels=request.getfixturevalue("kernels"))]
-    return [by_torch, by_kernel]
+        return [by_copies, partial(by_kernel, kernels=request.getfixturevalue("kernels"))]
+    return [by_copies, by_kernel]
 
 
 def check(
@@ -147,6 +156,8 @@ def check(
 ) -> None:
     """The last tensor has the bits ``expected`` when any of ``executors`` has executed the table."""
     for execute in executors:
+        if execute is by_copies and max(len(row.terms) for row in table) > 1 and expected.dtype.itemsize == 2:
+            continue  # kernels alone round a sum once
         execute(table, there := placed(tensors, devices))
         assert there[-1] is not None
         assert torch.equal(there[-1].cpu().view(torch.uint8), expected.view(torch.uint8))
@@ -227,6 +238,71 @@ def test_a_copy_from_memory_that_does_not_exist_writes_nothing(
 ) -> None:
     tensors = [None, torch.ones(2), torch.arange(4.0)]
     check(executors, all_gather([Part(0, 0, (2, 2))]), tensors, devices[:3], torch.tensor([0.0, 1, 1, 1]))
+
+
+# ---- rows of tensors, which every transport copies and adds ---------------------------------------------------------
+
+TRANSPORTS = st.sampled_from([STAR, ThroughHost()])
+
+
+@pytest.fixture
+def everyone(make_slots: Callable[[int], list]) -> list[torch.device]:
+    return devices_of(make_slots(8))
+
+
+@st.composite
+def cut_wholes(draw: st.DrawFn) -> tuple[Tensor, list[int], int]:
+    """A tensor whose dimensions lie in any order, the sizes of 1 to 8 parts of it, and the dimension that is cut."""
+    sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=8))
+    shape = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    dim, order = draw(st.integers(-len(shape), len(shape) - 1)), draw(st.permutations(range(len(shape))))
+    shape[dim] = sum(sizes)
+    values = Draws(draw(st.integers(0, 2**32))).tensor(math.prod(shape), draw(st.sampled_from(COPIED)))
+    return torch.empty_permuted(shape, order, dtype=values.dtype).copy_(values.view(shape)), sizes, dim
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@given(drawn=cut_wholes(), places=PLACES, transport=TRANSPORTS)
+def test_parts_are_scattered_and_gathered_and_a_whole_is_broadcast(
+    everyone: list[torch.device], drawn: tuple, places: list[int], transport: Transport
+) -> None:
+    whole, sizes, dim = drawn
+    parts = torch.split(whole, sizes, dim)
+    on = [everyone[place] for place in places]
+    there, back = whole.to(on[0]), torch.zeros_like(whole, device=on[-1])
+    scattered = [torch.zeros_like(part, device=device) for part, device in zip(parts, on, strict=False)]
+    copies = [torch.zeros_like(whole, device=device) for device in on]
+    for plan in (
+        tables.scatter(there, scattered, dim),
+        tables.gather(scattered, back, dim),
+        tables.broadcast(there, copies),
+    ):
+        assert all(row.target.shape == term.shape for row in plan for term in row.terms)
+        transport.execute(plan)
+    for found, expected in zip([*scattered, back, *copies], [*parts, *[whole] * 9], strict=True):
+        assert torch.equal(found.cpu().ravel().view(torch.uint8), expected.ravel().view(torch.uint8))
+    check_clocks()
+
+
+@given(
+    drawn=st.tuples(st.integers(1, 8), st.integers(0, 40), st.sampled_from(SUMMED), st.sampled_from([0, 2**22])),
+    places=PLACES, transport=TRANSPORTS, seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_rows_of_matrices_are_added_in_slot_order(
+    everyone: list[torch.device], drawn: tuple, places: list[int], transport: Transport, seed: int
+) -> None:
+    slots_of_sum, columns, dtype, sent_on_another_stream_above = drawn
+    draws, on, wide = Draws(seed), [everyone[place] for place in places], summed_in(dtype)
+    matrices = [draws.tensor(8 * columns, dtype).view(8, columns) for _ in range(slots_of_sum)]
+    there = [matrix.to(device) for matrix, device in zip(matrices, on, strict=False)]
+    out = [torch.full((columns,), 7, dtype=wide, device=device) for device in on]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dataparallel.comm.transport._OVERLAP_ABOVE_BYTES", sent_on_another_stream_above)
+        transport.execute(tables.sums_of_rows(there, out))
+    expected = functools.reduce(torch.add, [matrix.to(wide) for matrix in matrices])
+    assert torch.equal(torch.stack([row.cpu() for row in out]), expected)
+    assert all(map(torch.equal, [matrix.cpu() for matrix in there], matrices))
+    check_clocks()
 
 
 @ONLY_CPU

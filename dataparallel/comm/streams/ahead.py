@@ -18,6 +18,7 @@ from dataparallel import _torch
 from dataparallel.comm.buckets import (
     PLAIN_TYPES,
     SMALL_BYTES,
+    Bucket,
     flatten_into,
     is_dense,
     plan_buckets,
@@ -160,14 +161,15 @@ class SentTensor:
         ``record_stream`` on the chunk, as ``torch.nn.DataParallel`` does.
         """
         chunks, self.chunks = self.chunks, []
-        for device, stream in current_streams(chunk.device for chunk in chunks).items():
+        devices = self.slots if self.sizes is not None else [*dict.fromkeys(self.slots)]
+        for device, stream in current_streams(devices).items():
             if stream not in self.ordered:
                 self.copy_events[device].make_wait(stream)
                 self.ordered.add(stream)
             if stream != kept_stream(device, "inputs"):
                 # The memory returns to the side stream, whichever stream and thread frees it.
-                for chunk in chunks:
-                    if chunk.device == device:
+                for chunk, on in zip(chunks, devices, strict=True):
+                    if on == device:
                         chunk.record_stream(stream)
         if self.sizes is None:
             on_device = {chunk.device: chunk for chunk in chunks}
@@ -195,16 +197,20 @@ class SentBatch:
         self.tensors.clear()
 
 
-def _copy_together(tensors: Sequence[SentTensor], slots: Sequence[torch.device]) -> None:
+def _copy_together(tensors: Sequence[SentTensor], slots: Sequence[torch.device], sizes: Sequence[int]) -> None:
     """Starts the copies of small tensors that are cut alike: for each slot and dtype one flat buffer.
 
-    No copy reads the caller's memory, also if it is pinned.
+    No copy reads the caller's memory, also if it is pinned. Each chunk gets memory of its own.
     """
-    for parts, slot in zip(zip(*(each.parts() for each in tensors), strict=True), slots, strict=False):
-        for bucket in plan_buckets(parts)[0]:
+    plans: dict[int, list[Bucket]] = {}  # by the size of the chunks, which are alike otherwise
+    for slot, size, parts in zip(slots, sizes, zip(*(each.parts() for each in tensors), strict=True), strict=False):
+        if size not in plans:
+            plans[size], _ = plan_buckets(parts, keep_repeats=False)
+        for bucket in plans[size]:
             pinned = torch.empty(bucket.numel, dtype=parts[bucket.indices[0]].dtype, pin_memory=True)
             flatten_into(bucket, parts, pinned)
-            for index, chunk in zip(bucket.indices, unflatten(bucket, _copy_of(pinned, slot)), strict=True):
+            chunks = unflatten(bucket, _copy_of(pinned, slot), own=True)
+            for index, chunk in zip(bucket.indices, chunks, strict=True):
                 tensors[index].chunks.append(chunk)
 
 
@@ -231,7 +237,8 @@ def send(
             sent = [SentTensor(tensor, slots, sizes, dim) for tensor, sizes in tensors]
             together = [each for each in sent if each.is_small and each.sizes == sent[0].sizes]
             if len(together) > 1:
-                _copy_together(together, slots)
+                assert sent[0].sizes is not None
+                _copy_together(together, slots, sent[0].sizes)
             for each in sent:
                 if not each.chunks:
                     each.copy()

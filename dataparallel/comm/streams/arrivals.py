@@ -125,7 +125,8 @@ class Arrivals:
     ) -> tuple[Tensor, Event]:
         """Fills a flat buffer and sends it. Returns the buffer and an event after the send."""
         root = self._slots[0]
-        self._held += [broadcast.buffers, [source.untyped_storage() for source in broadcast.sources]]
+        sources = [broadcast.tensors[i] for i in broadcast.bucket.indices]
+        self._held += [broadcast.buffers, [source.untyped_storage() for source in sources]]
         with streams_set({root: filling}):
             flat = broadcast.read()
         read = Arrival(filling)

@@ -7,6 +7,7 @@ torch's own events and contexts have effects that hurt a library with many threa
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -202,11 +203,7 @@ class Event:
 
     def make_wait(self, stream: torch.Stream) -> None:
         """Makes ``stream`` wait for the event. The host does not wait."""
-        before = exchange_device(stream.device_index)
-        try:
-            _make_wait(stream, self._event)
-        finally:
-            go_back_to_device(before)
+        _make_wait(stream, self._event)
 
     def synchronize(self) -> None:
         """Makes the host wait for the event."""
@@ -238,9 +235,8 @@ class GivenEvents(Event):
         self._events = [*events]
 
     def make_wait(self, stream: torch.Stream) -> None:
-        with current_device_set(stream.device):
-            for event in self._events:
-                _make_wait(stream, event)
+        for event in self._events:
+            _make_wait(stream, event)
 
     def synchronize(self) -> None:
         """Makes the host wait for the events."""
@@ -255,7 +251,11 @@ def _make_wait(stream: torch.Stream, event: torch.Event) -> None:
         if not isinstance(stream, kind):
             index, type_ = stream.device_index, stream.device_type
             stream = kind(stream_id=stream.stream_id, device_index=index, device_type=type_)
-    event.wait(stream)
+    before = exchange_device(stream.device_index)
+    try:
+        event.wait(stream)
+    finally:
+        go_back_to_device(before)
 
 
 class TimedEvent(Event):
@@ -334,15 +334,13 @@ class PieceStreams:
     def __init__(self, streams: Mapping[torch.device, Sequence[torch.Stream]]) -> None:
         self._streams = streams
         self._current = dict.fromkeys(streams, 0)
-        self._used: dict[torch.device, set[int]] = {device: set() for device in streams}
+        self._used: defaultdict[torch.device, set[int]] = defaultdict(set)
         self.broadcast_pieces = 0
 
     def take_used(self, device: torch.device) -> Sequence[torch.Stream]:
         """The device's streams that `use` has made current since the last call of this method, or else stream 0."""
-        streams, used = self._streams.get(device, ()), self._used.get(device, set())
-        used_streams = [stream for number, stream in enumerate(streams) if number in used]
-        used.clear()
-        return used_streams or streams[:1]
+        streams, used = self._streams.get(device, ()), self._used.pop(device, ())
+        return [stream for number, stream in enumerate(streams) if number in used] or streams[:1]
 
     def are_for(self, devices: Iterable[torch.device]) -> bool:
         """True if all of ``devices`` have streams here, and stream 0 of each is its current stream."""

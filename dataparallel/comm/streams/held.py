@@ -47,15 +47,18 @@ def hold_for_peers(memory: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 
     The current streams of its devices wait for these copies. Within one device nothing is held.
     """
-    if all(tensor.device.type != "cuda" for tensor in memory):
-        return
-    if len({tensor.device for tensor in (*memory, *others)} - {CPU}) > 1:
+    is_on_cuda = any(tensor.device.type == "cuda" for tensor in memory)
+    if is_on_cuda and len({tensor.device for tensor in (*memory, *others)} - {CPU}) > 1:
         collected: list[Tensor] | None = getattr(_together, "memory", None)
-        if collected is not None:
+        if collected is None:
+            _hold_on_current_streams(memory)
+        else:
             collected += memory
-            return
-        for device, stream in current_streams(tensor.device for tensor in memory).items():
-            hold([tensor for tensor in memory if tensor.device == device], Event(stream))
+
+
+def _hold_on_current_streams(memory: Sequence[Tensor]) -> None:
+    for device, stream in current_streams({tensor.device for tensor in memory}).items():
+        hold([tensor for tensor in memory if tensor.device == device], Event(stream))
 
 
 @contextmanager
@@ -73,8 +76,7 @@ def held_together() -> Iterator[None]:
         yield
     finally:
         _together.memory = None
-        for device, stream in current_streams({tensor.device for tensor in memory}).items():
-            hold([tensor for tensor in memory if tensor.device == device], Event(stream))
+        _hold_on_current_streams(memory)
 
 
 def let_go() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
-from dataparallel.comm.transport import summed_in
+from dataparallel.comm.tables import summed_in
 from dataparallel.sharded.operators import NeedsWhole, refusal, register
 from dataparallel.sharded.operators.layout import scalar_value
 from dataparallel.sharded.operators.lists import SameOwners, groups_of

@@ -4,16 +4,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_runner import Kernels, copying, summing
+from kernel_runner import Kernels
 from torch import Tensor
 
-from dataparallel.comm.kernels import COPY_KERNEL, SUM_KERNELS, pack
+from dataparallel.comm.kernels import SUM_KERNELS, KernelLaunch, pack
+from dataparallel.comm.tables import Place, TableRow
 from selection import others_long
 
 # They know no slots: once is enough.
 pytestmark = pytest.mark.devices("cpu")
 
-COPIED = [*SUM_KERNELS, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
+SUMMED = [*dict.fromkeys(dtype for dtype, _ in SUM_KERNELS)]
+COPIED = [*SUMMED, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
 HALVES = [torch.float16, torch.bfloat16]
 
 PARTS = {torch.complex128: torch.float64, torch.complex64: torch.float32}
@@ -60,24 +62,31 @@ launches = st.fixed_dictionaries(
 blocks = st.sampled_from([1, 2, 13, 1000])
 
 
+def executing(target: Arena, terms: list[Arena], dtype: torch.dtype, max_blocks: int) -> tuple[KernelLaunch, list[int]]:
+    """The launch that adds the tensors of ``terms``, or copies them from one, and the addresses of the arenas."""
+    arenas = [target, *terms]
+    table = [
+        TableRow(places[0], tuple(places[1:]), tensor.nbytes // dtype.itemsize)
+        for tensor, *starts in zip(target.tensors(), *(arena.places for arena in arenas), strict=True)
+        for places in [[Place(at, start // dtype.itemsize) for at, (start, _, _) in enumerate(starts)]]
+    ]
+    return pack(table, dtype, dtype, max_blocks=max_blocks), [arena.bytes.data_ptr() for arena in arenas]
+
+
 @settings(max_examples=10 * settings().max_examples)
-@given(drawn=sizes(), count=st.integers(1, 4), max_blocks=blocks, aligned=st.booleans(), launch=launches)
+@given(drawn=sizes(), max_blocks=blocks, aligned=st.booleans(), launch=launches)
 def test_copies_have_the_bits_of_their_sources_and_nothing_else_is_written(
-    kernels: Kernels, drawn: tuple, count: int, max_blocks: int, aligned: bool, launch: dict
+    kernels: Kernels, drawn: tuple, max_blocks: int, aligned: bool, launch: dict
 ) -> None:
     numels, random = drawn
     dtypes = [COPIED[i] for i in torch.randint(0, len(COPIED), (len(numels),), generator=random).tolist()]
-    source = Arena(numels, dtypes, random, aligned)
-    arenas = [Arena(numels, dtypes, random, aligned) for _ in range(count)]
-    before, expected = source.bytes.clone(), [arena.bytes.clone() for arena in arenas]
-    for arena, memory in zip(arenas, expected, strict=True):
-        for (start, numel, dtype), (origin, _, _) in zip(arena.places, source.places, strict=True):
-            nbytes = numel * dtype.itemsize
-            memory[start : start + nbytes] = before[origin : origin + nbytes]
-    kernels.run(copying(source.tensors(), [arena.tensors() for arena in arenas], max_blocks=max_blocks), **launch)
+    source, target = (Arena(numels, dtypes, random, aligned) for _ in range(2))
+    before, expected = source.bytes.clone(), target.bytes.clone()
+    for copy, original in zip(target.tensors(expected), source.tensors(), strict=True):
+        copy.view(torch.uint8).copy_(original.view(torch.uint8))
+    kernels.run(*executing(target, [source], torch.uint8, max_blocks), **launch)
     assert torch.equal(source.bytes, before)
-    for arena, memory in zip(arenas, expected, strict=True):
-        assert torch.equal(arena.bytes, memory)
+    assert torch.equal(target.bytes, expected)
 
 
 def fill(memory: Tensor, dtype: torch.dtype, kind: str, random: torch.Generator) -> None:
@@ -123,7 +132,7 @@ def with_one_nan(arena: Arena) -> Tensor:
     return memory
 
 
-@pytest.mark.parametrize("dtype", others_long(SUM_KERNELS, SHORT), ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", others_long(SUMMED, SHORT), ids=lambda dtype: str(dtype).removeprefix("torch."))
 @given(
     drawn=sizes(),
     count=st.integers(1, 8),
@@ -155,7 +164,7 @@ def test_sums_have_the_bits_of_torch_and_nothing_else_is_written(
     for target, *terms in zip(expected.tensors(), *(arena.tensors() for arena in slots), strict=True):
         as_summed(target).copy_(sum_by_torch([as_summed(term) for term in terms]))
     unchanged = [arena.bytes.clone() for arena in slots if arena is not out]
-    kernels.run(summing([arena.tensors() for arena in slots], out.tensors(), max_blocks=max_blocks), **launch)
+    kernels.run(*executing(out, slots, dtype, max_blocks), **launch)
     assert torch.equal(with_one_nan(out), with_one_nan(expected))
     assert all(map(torch.equal, unchanged, [arena.bytes for arena in slots if arena is not out]))
 
@@ -174,10 +183,6 @@ def test_floats_of_every_kind_are_rounded_as_torch_does(kernels: Kernels, dtype:
 
 
 def test_a_megabyte_is_shared_by_all_blocks() -> None:
-    assert pack(COPY_KERNEL, [[0], [0]], [2**20], max_blocks=200).blocks == 128
-    assert pack(COPY_KERNEL, [[0], [0]], [2**20], max_blocks=2_000).blocks == 256  # a vector for each thread
-
-
-def test_what_makes_no_table_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"one pointer for each of 2 tensors; got rows of \[2, 1\]"):
-        pack(COPY_KERNEL, [[0, 0], [0]], [1, 1], max_blocks=1)
+    table = [TableRow(Place(1, 0), (Place(0, 0),), 2**20)]
+    assert pack(table, torch.uint8, torch.uint8, max_blocks=200).blocks == 128
+    assert pack(table, torch.uint8, torch.uint8, max_blocks=2_000).blocks == 256  # a vector for each thread

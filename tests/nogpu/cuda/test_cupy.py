@@ -18,12 +18,12 @@ pytestmark = [
 ]
 
 START = """
+from types import SimpleNamespace
 from nogpu import cuda
 devices = cuda.stand_in(3)
 import cupy, numpy, torch
 from types import SimpleNamespace
 from dataparallel.comm import kernels as launching
-from dataparallel.comm.kernels import SUM_KERNELS
 
 def module(source, *names):
     return cupy.RawModule(code=source, name_expressions=names or None)
