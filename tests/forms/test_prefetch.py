@@ -3,6 +3,7 @@
 Streams: ``comm/streams/test_ahead``.
 """
 
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -178,6 +179,38 @@ def test_a_second_call_sees_nothing_of_what_the_first_wrote(slots: list) -> None
         written = [1, 2, 3] if torch.device(slots[0]).type == "cpu" else [1, 1, 1]
         for output, more in zip(outputs, written, strict=True):
             torch.testing.assert_close(output, before + more)
+
+
+@on_accelerators
+def test_a_write_that_torch_does_not_count_is_not_missed(slots: list, root: torch.device) -> None:
+    """In inference mode tensors have no versions."""
+    wrapped = DataParallel(nn.Identity().to(root), slots)
+    with torch.inference_mode():
+        for x in prefetch((torch.zeros(7, 3) for _ in range(2)), wrapped):
+            x.add_(5)
+            assert torch.equal(wrapped(x).cpu(), torch.full((7, 3), 5.0))
+
+
+@on_accelerators
+def test_threads_may_call_with_one_batch(slots: list, root: torch.device) -> None:
+    """What one has sent another may take."""
+    wrapped = DataParallel(nn.Identity().to(root), slots)
+    batch = [torch.full((7, 3), float(k)) for k in range(40)]
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            for _ in range(10):
+                assert [each.unique().tolist() for each in wrapped(batch)] == [[k] for k in range(40)]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
 
 
 def test_what_was_read_in_inference_mode_serves_training(slots: list, root: torch.device) -> None:

@@ -77,6 +77,9 @@ def test_stages_of_blocks_are_looked_into() -> None:
             self.conv = nn.Conv2d(256, 256, 3)
             self.downsample = bottleneck(256)
 
+        def forward(self, x: Tensor) -> Tensor:
+            return self.downsample(self.conv(x))
+
     with torch.device("meta"):
         stages = [nn.Sequential(*(Bottleneck() for _ in range(3))) for _ in range(4)]
         model = nn.Sequential(nn.Conv2d(3, 256, 7), *stages, nn.Linear(256, 10))
@@ -91,6 +94,23 @@ def test_a_block_that_shares_a_parameter_is_left_to_the_model() -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 512))
     model[2].weight = model[0].weight
     assert units_of(model) == [[model[1]]]
+
+
+class Stepped(nn.Module):
+    """It has no ``forward``: other code calls a method that has another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+
+@ONLY_CPU
+def test_what_is_not_called_and_what_is_listed_before_is_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unit_choice, "_LEAST_BYTES", 1)
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    uncalled = [nn.ModuleDict({"a": nn.Linear(8, 8)}), nn.ParameterList([torch.zeros(8)]), Stepped()]
+    model = nn.ModuleList([nn.ModuleList([*uncalled, first]), nn.ModuleList([first, second])])
+    assert units_of(model) == [[first], [second]]
 
 
 @pytest.mark.parametrize("reshard", [True, False])

@@ -130,6 +130,19 @@ class TestSums:
         assert torch.equal(summed(unit)[0], torch.zeros(3, 2))  # 1e8 + 1.0 is 1e8; in another order the sum is 1.0
 
 
+ZEROING = {
+    "zero_": lambda grad: grad.zero_(),
+    "fill_": lambda grad: grad.fill_(0),
+    "copy_": lambda grad: grad.copy_(torch.zeros_like(grad)),
+    "mul_": lambda grad: grad.mul_(0),
+    "[:]": lambda grad: grad.__setitem__(slice(None), 0),
+    "detach": lambda grad: grad.detach().zero_(),
+    "data": lambda grad: grad.data.zero_(),
+    "on lists": lambda grad: torch._foreach_zero_([grad]),
+    "shards": lambda grad: [shard.zero_() for shard in grad.shards],
+}
+
+
 class TestWithoutSynchronisation:
     def test_gradients_stay_on_the_slots_until_a_pass_that_synchronises(self, unit, slots):
         unit.requires_gradient_sync = False
@@ -152,6 +165,26 @@ class TestWithoutSynchronisation:
         unit.requires_gradient_sync = True
         run_all(unit, slots)
         assert_sums(unit, [111, 444])
+
+    @pytest.mark.parametrize("zero", ZEROING.values(), ids=ZEROING)
+    def test_they_are_dropped_however_the_user_zeroes_these(self, unit, slots, zero):
+        run_all(unit, slots)
+        hold(unit, slots)
+        with torch.no_grad():
+            zero(unit.parameters[0].grad)
+        unit.gradients.drop_void()
+        run_all(unit, slots)
+        assert_sums(unit, [111, 2 * 222 + 222])
+
+    @pytest.mark.parametrize("write", [lambda grad: grad.mul_(2), lambda grad: grad.sub_(grad).add_(222)])
+    def test_other_writes_to_these_leave_them(self, unit, slots, write):
+        run_all(unit, slots)
+        hold(unit, slots)
+        with torch.no_grad():
+            write(unit.parameters[0].grad)
+        unit.gradients.drop_void()
+        run_all(unit, slots)
+        assert_sums(unit, [222 + 222, 2 * 222 + 222])
 
     def test_a_delivery_that_fails_leaves_them(self, unit, slots, monkeypatch):
         unit.requires_gradient_sync = False
