@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,15 +135,15 @@ class UnitModule:
         return CapturedModule(self.slot_unit.unit.precision)
 
     def wait_for_all(self) -> None:
-        """Makes the parameters full for a graph that is launched next, which reads them where they are."""
+        """Makes the parameters full for a graph that is launched next, which reads them where they are.
+
+        They stay so until the forward of the whole tree has ended: a call of another thread would gather them again.
+        """
         if not self._is_gathered:
             self._is_gathered = True
             self.slot_unit.use(self.root_call.ready, self)
-            try:
-                self.root_call.begin_unit(self.slot_unit)
-                self.root_call.in_graphs[self.slot_unit.slot].append(self.slot_unit)
-            finally:
-                self.slot_unit.end_use()
+            self.root_call.in_graphs[self.slot_unit.slot].append(self.slot_unit)
+            self.root_call.begin_unit(self.slot_unit)
 
     @property
     def ends_with_sums(self) -> bool:
@@ -340,6 +340,8 @@ class RootCall:
 
     def end_forward(self, has_failed: bool) -> None:
         """Notes the order of the units for the next call, after the forward has ended on all slots."""
+        for slot_unit in chain.from_iterable(self.in_graphs):
+            slot_unit.end_use()
         order = self._begun[0]
         if not has_failed:
             self.tree.next_unit = dict(reversed([*pairwise(order)]))
