@@ -112,7 +112,7 @@ def hand_over(parameter: Any, find_taker: WeakMethod[Callable[[], Taker | None]]
     AFTER_ACCUMULATION.replace(parameter, after_accumulation)
 
 
-_INTERNAL = {"_shards", "_placement", "_devices"}
+_INTERNAL = {"_shards", "_placement", "_devices", "_overwrites"}
 # torch's descriptors, which the class overrides. Type checkers take them for their values.
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
@@ -135,6 +135,8 @@ class ShardedTensor(Tensor):
     _shards: tuple[Tensor, ...]
     _placement: Division
     _devices: tuple[torch.device, ...]
+    _overwrites = 0
+    """How often ``zero_``, ``fill_`` or ``copy_`` has written to it, by ``zero_grad`` for example."""
 
     _backward_hooks: Any = ON_GRADIENT
     _post_accumulate_grad_hooks: Any = AFTER_ACCUMULATION

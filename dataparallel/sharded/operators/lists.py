@@ -147,6 +147,10 @@ def on_lists(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
     for i, name in signature.written:
         if not _only_reads(name, kwargs):
             increment_version(args[i])  # torch does so for operators on one tensor only
+    if func.overloadpacket.__name__ in ("_foreach_zero_", "_foreach_copy_"):
+        for tensor in args[0]:
+            if isinstance(tensor, ShardedTensor):
+                tensor._overwrites += 1
     return results if signature.returns else None
 
 

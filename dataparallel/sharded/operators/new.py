@@ -34,6 +34,7 @@ def _to_copy(func: OpOverload, tensor: ShardedTensor, *, non_blocking: bool = Fa
     made = _filled_like(aten.empty_like.default, tensor, **options)
     for copied, shard in zip(made._shards, tensor._shards, strict=True):
         copy_into(copied, shard, non_blocking)
+    made._overwrites = tensor._overwrites  # `Module.to` swaps a gradient and its copy
     return made
 
 
@@ -60,6 +61,7 @@ def _copy_(func: OpOverload, target: Tensor, source: Any, non_blocking: bool = F
         raise ValueError(f"cannot copy {source!r} into {target!r}: the shapes differ")
     if not target.is_meta:
         fill_shards(target._shards, target._placement, source, target.over, non_blocking)
+    target._overwrites += 1
     return target
 
 

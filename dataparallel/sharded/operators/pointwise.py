@@ -54,6 +54,14 @@ _WRITES_FIRST: tuple[tuple[int, ...], tuple[str, ...]] = ((0,), ())
 """What `written_arguments` returns for most operators that write."""
 
 
+@register(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)
+def _overwrite(func: OpOverload, tensor: ShardedTensor, *value: Any) -> Any:
+    """Counts it: a gradient that still waits to be added to the tensor may be void then."""
+    pointwise(func, tensor, *value)
+    tensor._overwrites += 1
+    return tensor
+
+
 @register(aten.index_put_.default)
 def _put_where(func: OpOverload, tensor: Tensor, indices: Any, value: Tensor, accumulate: bool = False) -> Any:
     """``tensor[mask] = number``. Other indices select elements of several owners."""

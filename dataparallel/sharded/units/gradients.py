@@ -190,24 +190,22 @@ class FormerGrad:
             # An operator on sharded tensors would run on other streams in a backward.
             zeros = [torch.zeros_like(shard) for shard in parameter._shards]
             parameter.grad = ShardedTensor(zeros, parameter.placement, parameter.shape, devices=parameter.devices)
-        # Strongly: torch swaps no tensor with weak references. A conversion replaces the shards.
-        self._grad, self._shards = parameter.grad, parameter.grad._shards
-        self._versions = _versions_of(self._grad)
+        # Strongly: torch swaps no tensor with weak references.
+        self._grad, self._overwrites = parameter.grad, parameter.grad._overwrites
 
     @torch.no_grad()
     def is_void(self, parameter: ShardedTensor) -> bool:
-        """True if the parameter has another ``.grad`` now, or one that was written to and is zeros."""
+        """True if the parameter has another ``.grad`` now, or one that was overwritten by zeros.
+
+        Scaling counts for nothing: what is scaled may be the zeros that say that gradients are held.
+        """
         grad = parameter.grad
         if grad is None or self._grad is not grad:
             return True
-        if grad._shards is self._shards and _versions_of(grad) == self._versions:
+        if grad._overwrites == self._overwrites:
             return False
         with operators.ordered_in_backward({shard.device for shard in grad._shards}):
             return not any(bool(shard.any()) for shard in grad._shards)
-
-
-def _versions_of(gradient: ShardedTensor) -> list[int]:
-    return [*map(_torch.version_of, (gradient, *gradient._shards))]
 
 
 class PartialSums:

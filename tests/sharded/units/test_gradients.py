@@ -134,12 +134,8 @@ ZEROING = {
     "zero_": lambda grad: grad.zero_(),
     "fill_": lambda grad: grad.fill_(0),
     "copy_": lambda grad: grad.copy_(torch.zeros_like(grad)),
-    "mul_": lambda grad: grad.mul_(0),
-    "[:]": lambda grad: grad.__setitem__(slice(None), 0),
-    "detach": lambda grad: grad.detach().zero_(),
-    "data": lambda grad: grad.data.zero_(),
-    "on lists": lambda grad: torch._foreach_zero_([grad]),
-    "shards": lambda grad: [shard.zero_() for shard in grad.shards],
+    "zeros on lists": lambda grad: torch._foreach_zero_([grad]),
+    "copies on lists": lambda grad: torch._foreach_copy_([grad], [torch.zeros_like(grad)]),
 }
 
 
