@@ -17,6 +17,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from dataparallel import DataParallel
 from dataparallel.composable import FullyShardedModule, fully_shard
+from dataparallel.forms import unit_choice
 from dataparallel.integrations.transformers import OnSlots
 from dataparallel.integrations.transformers_losses import known_items
 
