@@ -153,9 +153,9 @@ def _broadcast_to_slots(ctx: Any, tensors: list[Tensor | None]) -> list[Sequence
 
 
 def own_chunks(chunks: Sequence[Tensor], slots: Sequence[torch.device], source: torch.device) -> tuple[Tensor, ...]:
-    """Chunks of ``slots`` on the ``source``, where they stay, as tensors of their own, on the same memory.
+    """Returns the chunks of the first ``slots``. Those that stay on the ``source`` are new tensors on the same memory.
 
-    They are views, and autograd forbids in-place changes of views that a function returns.
+    They were views, and autograd forbids in-place changes of views that a function returns.
     """
     return tuple(
         alias(part, k) if slot == source else part for k, (part, slot) in enumerate(zip(chunks, slots, strict=False))
@@ -175,9 +175,10 @@ class Scatter(Node):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         chunks = comm.scatter(tensor, devices, chunk_sizes, dim)
-        chunks = own_chunks(chunks, [chunk.device for chunk in chunks], tensor.device)
+        slots = [chunk.device for chunk in chunks]
+        chunks = own_chunks(chunks, slots, tensor.device)
         ctx.source_device, ctx.dim, ctx.settings = tensor.device, dim, settings.current()
-        note_forward_streams(ctx, [tensor.device], [chunk.device for chunk in chunks])
+        note_forward_streams(ctx, [tensor.device], slots)
         ctx.chunks = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
         return chunks
 

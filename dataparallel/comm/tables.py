@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 
-class Row(NamedTuple):
+class TensorRow(NamedTuple):
     """``target`` gets the sum of ``terms``, added in its dtype and in their order, or a copy of the only one.
 
     All have one shape. The target may be the memory of the first term.
@@ -25,26 +25,26 @@ class Row(NamedTuple):
     terms: Sequence[Tensor]
 
 
-def broadcast(tensor: Tensor, out: Sequence[Tensor]) -> list[Row]:
+def broadcast(tensor: Tensor, out: Sequence[Tensor]) -> list[TensorRow]:
     """Copies the tensor into each of ``out``."""
-    return [Row(target, [tensor]) for target in out]
+    return [TensorRow(target, [tensor]) for target in out]
 
 
-def scatter(tensor: Tensor, out: Sequence[Tensor], dim: int) -> list[Row]:
+def scatter(tensor: Tensor, out: Sequence[Tensor], dim: int) -> list[TensorRow]:
     """Copies consecutive parts of the tensor along ``dim`` into ``out``."""
     parts = torch.split(tensor, [target.shape[dim] for target in out], dim)
-    return [Row(target, [part]) for target, part in zip(out, parts, strict=True)]
+    return [TensorRow(target, [part]) for target, part in zip(out, parts, strict=True)]
 
 
-def gather(tensors: Sequence[Tensor], out: Tensor, dim: int) -> list[Row]:
+def gather(tensors: Sequence[Tensor], out: Tensor, dim: int) -> list[TensorRow]:
     """Copies the tensors into consecutive parts of ``out`` along ``dim``."""
     parts = torch.split(out, [tensor.shape[dim] for tensor in tensors], dim)
-    return [Row(part, [tensor]) for part, tensor in zip(parts, tensors, strict=True)]
+    return [TensorRow(part, [tensor]) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def sums_of_rows(matrices: Sequence[Tensor], out: Sequence[Tensor]) -> list[Row]:
+def sums_of_rows(matrices: Sequence[Tensor], out: Sequence[Tensor]) -> list[TensorRow]:
     """Adds row j of all ``matrices`` into ``out[j]``."""
-    return [Row(target, [matrix[j] for matrix in matrices]) for j, target in enumerate(out)]
+    return [TensorRow(target, [matrix[j] for matrix in matrices]) for j, target in enumerate(out)]
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:
@@ -119,7 +119,7 @@ def reduce_scatter(parts: Sequence[Part], owner: int, slots: int) -> Table:
     ]
 
 
-def rows_in(table: Table, tensors: Sequence[Tensor | None]) -> list[Row]:
+def rows_in(table: Table, tensors: Sequence[Tensor | None]) -> list[TensorRow]:
     """The rows of a table in the memory of these tensors. Terms without a tensor and rows without terms are no part."""
 
     def elements(place: Place, numel: int) -> Tensor:
@@ -128,7 +128,9 @@ def rows_in(table: Table, tensors: Sequence[Tensor | None]) -> list[Row]:
         return tensor.as_strided((numel,), (1,), tensor.storage_offset() + place.first)
 
     rows = [
-        Row(elements(target, numel), [elements(term, numel) for term in terms if tensors[term.tensor] is not None])
+        TensorRow(
+            elements(target, numel), [elements(term, numel) for term in terms if tensors[term.tensor] is not None]
+        )
         for target, terms, numel in table
     ]
     return [row for row in rows if row.terms]

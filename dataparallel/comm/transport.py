@@ -20,7 +20,7 @@ from dataparallel.comm.buckets import Bucket, Planned, flatten, plan_buckets, tr
 from dataparallel.comm.kinds import same_kind, send_by_torch
 from dataparallel.comm.streams.current import RECEIVING, SENDING, piece_streams, wavefront
 from dataparallel.comm.streams.held import hold_for_peers
-from dataparallel.comm.tables import Row, summed_in
+from dataparallel.comm.tables import TensorRow, summed_in
 
 Allocate: TypeAlias = "Callable[..., Tensor]"
 """Makes a tensor without values, like another one and on the device ``device``."""
@@ -104,7 +104,7 @@ class Transport:
 
     # ---- what a plan says --------------------------------------------------------------------------------------------
 
-    def execute(self, rows: Sequence[Row], empty: Allocate = torch.empty_like) -> None:
+    def execute(self, rows: Sequence[TensorRow], empty: Allocate = torch.empty_like) -> None:
         """Copies and adds what a plan of ``comm.tables`` says, on the current streams. Memory is held for peers once.
 
         ``empty`` allocates the buffers that receive terms.
@@ -116,7 +116,7 @@ class Transport:
             received = self._add_terms(rows, empty)
         hold_for_peers(received, [term for row in rows for term in row.terms])
 
-    def _add_terms(self, rows: Sequence[Row], empty: Allocate) -> list[Tensor]:
+    def _add_terms(self, rows: Sequence[TensorRow], empty: Allocate) -> list[Tensor]:
         """Executes rows with several terms, and returns the buffers that have received some.
 
         Where each device adds terms of all, it receives in each step from another one than the others do, so that all

@@ -112,6 +112,7 @@ class SentTensor:
     def __init__(self, tensor: Tensor, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> None:
         self.tensor, self.sizes, self.dim = tensor, sizes, dim
         self.slots = list(slots if sizes is None else slots[: len(sizes)])
+        self.devices = [*dict.fromkeys(self.slots)] if sizes is None else self.slots  # of the chunks
         self.version = _version(tensor)
         self.callers_memory: list[Tensor] = []
         self.chunks: list[Tensor] = []
@@ -133,9 +134,8 @@ class SentTensor:
         parts = self.parts()
         pinned = [_pinned(part) for part in parts]
         self.callers_memory = [part for part, source in zip(parts, pinned, strict=True) if source is part]
-        devices = self.slots if self.sizes is not None else [*dict.fromkeys(self.slots)]
-        sources = pinned if self.sizes is not None else pinned * len(devices)
-        for source, device in zip(sources, devices, strict=True):
+        sources = pinned if self.sizes is not None else pinned * len(self.devices)
+        for source, device in zip(sources, self.devices, strict=True):
             self.chunks.append(_copy_of(source, device))
 
     def fits(self, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> bool:
@@ -161,14 +161,13 @@ class SentTensor:
         ``record_stream`` on the chunk, as ``torch.nn.DataParallel`` does.
         """
         chunks, self.chunks = self.chunks, []
-        devices = self.slots if self.sizes is not None else [*dict.fromkeys(self.slots)]
-        for device, stream in current_streams(devices).items():
+        for device, stream in current_streams(self.devices).items():
             if stream not in self.ordered:
                 self.copy_events[device].make_wait(stream)
                 self.ordered.add(stream)
             if stream != kept_stream(device, "inputs"):
                 # The memory returns to the side stream, whichever stream and thread frees it.
-                for chunk, on in zip(chunks, devices, strict=True):
+                for chunk, on in zip(chunks, self.devices, strict=True):
                     if on == device:
                         chunk.record_stream(stream)
         if self.sizes is None:
