@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -241,8 +241,8 @@ def _flat_view(tensor: Tensor, layout: FlatLayout) -> Tensor:
 def unflatten(bucket: Bucket, flat: Tensor, *, own: bool = False) -> list[Tensor]:
     """The bucket's tensors as parts of ``flat``, in the order of ``bucket.indices``, or with memory of their ``own``.
 
-    The parts share the memory of ``flat``, but autograd does not take them for views. Each has its own version counter,
-    so an in-place change of one part does not look like a change of its neighbours.
+    Others share the memory of ``flat``, but autograd does not take them for views. Each has its own version counter, so
+    an in-place change of one part does not look like a change of its neighbours.
     """
     parts: list[Tensor] = []
     offset = flat.storage_offset()
@@ -259,3 +259,27 @@ def unflatten(bucket: Bucket, flat: Tensor, *, own: bool = False) -> list[Tensor
             parts.extend(run if size == layout.shape else (part.expand(layout.shape) for part in run))
             offset += count * layout.numel
     return parts
+
+
+def send_packed(
+    by_slot: Sequence[Sequence[Tensor]], sizes: Sequence[int], send: Callable[[int, Bucket, Sequence[Tensor]], Tensor]
+) -> list[list[Tensor]]:
+    """Sends each slot its chunks, cut alike from small tensors, in a flat buffer for each dtype.
+
+    Each chunk that arrives has memory of its own: forward may resize it, or keep it.
+
+    Args:
+        by_slot: the chunks of each slot, for which `travels_flat` is true.
+        sizes: of the chunks of each slot. Chunks of one size are alike otherwise.
+        send: takes the number of a slot, a bucket and the slot's chunks; returns the flat buffer of the bucket there.
+    """
+    plans: dict[int, list[Bucket]] = {}
+    received = [[*chunks] for chunks in by_slot]
+    for slot, (chunks, size) in enumerate(zip(by_slot, sizes, strict=True)):
+        if size not in plans:
+            plans[size], _ = plan_buckets(chunks, keep_repeats=False)
+        for bucket in plans[size]:
+            arrived = unflatten(bucket, send(slot, bucket, chunks), own=True)
+            for index, chunk in zip(bucket.indices, arrived, strict=True):
+                received[slot][index] = chunk
+    return received

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.comm import tables
-from dataparallel.comm.buckets import Bucket, Planned, flatten, plan_buckets, travels_flat, unflatten
+from dataparallel.comm.buckets import Bucket, Planned, flatten, plan_buckets, send_packed, travels_flat, unflatten
 from dataparallel.comm.kinds import same_kind, send_by_torch
 from dataparallel.comm.streams.current import RECEIVING, SENDING, piece_streams, wavefront
 from dataparallel.comm.streams.held import hold_for_peers
@@ -311,14 +311,14 @@ class Transport:
         """
         split = [torch.split_with_sizes(Tensor.detach(tensor), list(sizes), dim) for tensor in tensors]
         by_slot = [[*chunks] for chunks in zip(*split, strict=True)]
-        plans: dict[int, list[Bucket]] = {}  # by the size of the chunks, which are alike otherwise
-        for chunks, device, size in zip(by_slot, devices, sizes, strict=True):
-            if size not in plans:
-                plans[size], _ = plan_buckets(chunks, keep_repeats=False)
-            for bucket in plans[size] if device != tensors[0].device else ():
-                received = unflatten(bucket, self.to_device(flatten(bucket, chunks), device), own=True)
-                for index, chunk in zip(bucket.indices, received, strict=True):
-                    chunks[index] = chunk
+        away = [slot for slot, device in enumerate(devices) if device != tensors[0].device]
+
+        def send(at: int, bucket: Bucket, chunks: Sequence[Tensor]) -> Tensor:
+            return self.to_device(flatten(bucket, chunks), devices[away[at]])
+
+        received = send_packed([by_slot[slot] for slot in away], [sizes[slot] for slot in away], send)
+        for slot, chunks in zip(away, received, strict=True):
+            by_slot[slot] = chunks
         return [[*chunks] for chunks in zip(*by_slot, strict=True)]
 
     def gather(self, tensors: Sequence[Tensor], dim: int, destination: torch.device) -> Tensor:

@@ -21,9 +21,8 @@ from dataparallel.comm.buckets import (
     Bucket,
     flatten_into,
     is_dense,
-    plan_buckets,
+    send_packed,
     travels_flat,
-    unflatten,
 )
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.kinds import alias, same_kind
@@ -197,20 +196,16 @@ class SentBatch:
 
 
 def _copy_together(tensors: Sequence[SentTensor], slots: Sequence[torch.device], sizes: Sequence[int]) -> None:
-    """Starts the copies of small tensors that are cut alike: for each slot and dtype one flat buffer.
+    """Starts the copies of small tensors that are cut alike. None reads the caller's memory, also if it is pinned."""
 
-    No copy reads the caller's memory, also if it is pinned. Each chunk gets memory of its own.
-    """
-    plans: dict[int, list[Bucket]] = {}  # by the size of the chunks, which are alike otherwise
-    for slot, size, parts in zip(slots, sizes, zip(*(each.parts() for each in tensors), strict=True), strict=False):
-        if size not in plans:
-            plans[size], _ = plan_buckets(parts, keep_repeats=False)
-        for bucket in plans[size]:
-            pinned = torch.empty(bucket.numel, dtype=parts[bucket.indices[0]].dtype, pin_memory=True)
-            flatten_into(bucket, parts, pinned)
-            chunks = unflatten(bucket, _copy_of(pinned, slot), own=True)
-            for index, chunk in zip(bucket.indices, chunks, strict=True):
-                tensors[index].chunks.append(chunk)
+    def send_pinned(slot: int, bucket: Bucket, parts: Sequence[Tensor]) -> Tensor:
+        pinned = torch.empty(bucket.numel, dtype=parts[bucket.indices[0]].dtype, pin_memory=True)
+        flatten_into(bucket, parts, pinned)
+        return _copy_of(pinned, slots[slot])
+
+    by_slot = [*zip(*(each.parts() for each in tensors), strict=True)]
+    for tensor, chunks in zip(tensors, zip(*send_packed(by_slot, sizes, send_pinned), strict=True), strict=True):
+        tensor.chunks += chunks
 
 
 @torch.no_grad()
