@@ -241,8 +241,8 @@ def _flat_view(tensor: Tensor, layout: FlatLayout) -> Tensor:
 def unflatten(bucket: Bucket, flat: Tensor, *, own: bool = False) -> list[Tensor]:
     """The bucket's tensors as parts of ``flat``, in the order of ``bucket.indices``, or with memory of their ``own``.
 
-    Others share the memory of ``flat``, but autograd does not take them for views. Each has its own version counter, so
-    an in-place change of one part does not look like a change of its neighbours.
+    Without ``own`` they share the memory of ``flat``, but autograd does not take them for views. Each has its own
+    version counter, so an in-place change of one part does not look like a change of its neighbours.
     """
     parts: list[Tensor] = []
     offset = flat.storage_offset()

@@ -276,11 +276,10 @@ class Cupy(Transport):
 
 
 def _launch(rows: Sequence[tuple[Sequence[Tensor], Tensor]]) -> None:
-    """For each row (terms, target) writes the sum of dense tensors into another, by one launch on each target's device.
+    """Writes the sum of each row's terms into its target, by one launch on each device that has targets.
 
-    All have one dtype, and each row as many terms.
-    Each device's launch comes after earlier work, and before later work, on the current streams of its terms' devices.
-    It does not wait for the launches of other devices.
+    All tensors are dense and of one dtype, and all rows have as many terms. A launch comes after earlier work, and
+    before later work, on the current streams of its terms' devices. It does not wait for the launches on other devices.
     """
     streams = current_streams(tensor.device for terms, target in rows for tensor in (*terms, target))
     ready = {device: Event(stream) for device, stream in streams.items()}

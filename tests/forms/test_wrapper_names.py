@@ -182,7 +182,7 @@ def test_torchs_attributes_are_enough(wrapper: Any, hands_on: bool, net: Net, sl
         ByHand.__getattr__ = handed_on
     model = ByHand()
     trains_as_one_device(model, net, x)
-    if wrapper is DataParallel and not hands_on:  # else `options` is the name of the module's too
+    if wrapper is DataParallel and not hands_on:  # which finds the module's own `options`
         model.options.chunk_sizes = [1, 4, 2]
         trains_as_one_device(model, net, x)
         model.options.chunk_sizes = None
