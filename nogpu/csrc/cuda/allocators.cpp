@@ -7,6 +7,7 @@
 #include <dlfcn.h>
 #include <torch/version.h>
 
+#include <map>
 #include <mutex>
 #include <unordered_map>
 
@@ -23,6 +24,7 @@ using Trace = c10::CachingDeviceAllocator::TraceEntry;
 struct State {
   std::mutex mutex;
   std::unordered_map<size_t, Clock> awaited; // by address: what the events cover that were recorded at its free
+  std::map<c10::MempoolId_t, bool> pools; // other than the default one: whether only captures have taken memory of it
 };
 
 thread_local size_t being_freed = 0; // an address, until the thread does something else
@@ -30,6 +32,25 @@ thread_local bool is_in_host_allocator = false;
 
 c10::Stream home_of(const Trace& entry) {
   return stream_of(name_of(entry.stream_, entry.device_));
+}
+
+// True for a pool of which only captures take memory. They use none of it, replays do, so memory may go back there at any
+// time: a thread of a backward pass may let go of what a capture has computed when the graph has been replayed already.
+bool is_of_captures(c10::MempoolId_t pool) {
+  auto& s = process_state<State>();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  const auto found = s.pools.find(pool);
+  return found != s.pools.end() && found->second;
+}
+
+void note_allocation(const Trace& entry) {
+  if (entry.mempool_ == c10::MempoolId_t{0, 0}) {
+    return;
+  }
+  const bool is_captured = standin::anybody_captures() && standin::is_capturing(name_of(entry.stream_, entry.device_));
+  auto& s = process_state<State>();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  s.pools.emplace(entry.mempool_, true).first->second &= is_captured;
 }
 
 Clock take_awaited(size_t address) {
@@ -60,9 +81,13 @@ void look(const Trace& entry) {
   }
   auto& block = *static_cast<Tracked*>(part.memory->watched);
   if (entry.action_ == Trace::ALLOC) {
+    note_allocation(entry);
     clocks::taken(block, {part.begin, part.end}, home_of(entry));
-  } else {
-    clocks::given_back(block, {part.begin, part.end}, home_of(entry), take_awaited(entry.addr_));
+    return;
+  }
+  const auto awaited = take_awaited(entry.addr_);
+  if (!is_of_captures(entry.mempool_)) {
+    clocks::given_back(block, {part.begin, part.end}, home_of(entry), awaited);
   }
 }
 

@@ -64,6 +64,18 @@ graph.replay()
 torch.cuda.current_stream(a).synchronize()
 assert back.sum() == 1000
 cuda.check_clocks()
+#: memory of a graph may be freed after a replay on another stream, because only captures take it
+graph, results = captured(lambda: [x.mul(2), x.mul(3)])
+graph.replay()
+results.clear()
+cuda.check_clocks()
+#: memory of a user's pool may not, because the next allocation takes it
+with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+    with on(side): result = x.mul(2)
+    torch.cuda.current_stream(a).wait_stream(side)
+    result.mul(3)
+    del result
+    assert "freed too early" in message(cuda.check_clocks)
 #: draws differ between replays and follow the seed
 def dropped():
     return nn.functional.dropout(x, 0.5)
