@@ -22,7 +22,7 @@ def units_of(model: nn.Module) -> list[list[nn.Module]]:
 
     A block is an element of a ``Sequential`` or ``ModuleList``. If blocks of one class repeat in a large element, they
     are the blocks instead. Neighbours in a list share a unit until they have a sixteenth of the model's bytes, and at
-    least 1 MiB. A block is left out if it shares a parameter with a module outside of it.
+    least 1 MiB. A block is left out if it shares a parameter with a module outside of it, or if its unit is smaller.
     """
     least = max(_bytes(model) // _UNITS, _LEAST_BYTES)
     places = _places(model)
@@ -37,7 +37,7 @@ def units_of(model: nn.Module) -> list[list[nn.Module]]:
             if units[-1] and sum(map(_bytes, units[-1])) >= least:
                 units.append([])
             units[-1].append(block)
-    return [unit for unit in units if unit]
+    return [unit for unit in units if unit and sum(map(_bytes, unit)) >= _LEAST_BYTES]
 
 
 def _lists_of_blocks(module: nn.Module, most: int) -> Iterator[list[nn.Module]]:

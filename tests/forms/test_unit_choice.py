@@ -58,13 +58,13 @@ def test_blocks_of_a_backbone_are_units_and_what_is_tied_stays() -> None:
 
 @ONLY_CPU
 def test_many_small_neighbours_share_a_unit() -> None:
-    """Until they have a sixteenth of the model, and 1 MiB: a smaller unit costs more than it saves."""
-    for width, together in ((300, 4), (150, 12)):
+    """Until they have a sixteenth of the model, and 1 MiB: a smaller unit costs more than it saves. There is none."""
+    for width, together, left in ((300, 4, 0), (150, 12, 4), (40, 0, 64)):
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(64)))
         units = units_of(model)
-        assert [block for unit in units for block in unit] == [*model]
-        assert {len(unit) for unit in units[:-1]} == {together}
+        assert [block for unit in units for block in unit] == [*model][: 64 - left]
+        assert all(len(unit) == together for unit in units)
 
 
 @ONLY_CPU
@@ -149,8 +149,9 @@ def test_a_list_of_modules_has_units_of_the_users_own(slots: list) -> None:
         fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)], devices=slots, units="auto")
 
 
-def test_only_the_output_of_the_model_is_cast(slots: list, root: torch.device) -> None:
+def test_only_the_output_of_the_model_is_cast(slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What follows the blocks, such as the head, computes in the dtype of its parameters."""
+    monkeypatch.setattr(unit_choice, "_LEAST_BYTES", 1)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     model = fully_shard(GPT().to(root), devices=slots, units="auto", mp_policy=policy)
     output = model(torch.arange(12, device=root).view(-1, 2) % 11)
