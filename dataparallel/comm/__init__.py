@@ -135,7 +135,7 @@ def reduce_scatter(matrices: Sequence[Tensor], out: Sequence[Tensor], empty: All
         empty: allocates a buffer that receives a row, like the row and on a device.
     """
     places = _places([target.device for target in out], [matrix.device for matrix in matrices])
-    transport_for("reduce_scatter", places, matrices[:1]).execute(tables.sums_of_rows(matrices, out), empty)
+    transport_for("reduce_scatter", places, matrices[:1]).reduce_scatter(matrices, out, empty)
 
 
 @torch.no_grad()

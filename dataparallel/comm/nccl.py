@@ -16,7 +16,7 @@ from torch.cuda import nccl
 
 from dataparallel import _torch
 from dataparallel.comm.routes import STAR
-from dataparallel.comm.transport import Transport
+from dataparallel.comm.transport import Allocate, Transport
 
 _SUMMED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -60,3 +60,17 @@ class Nccl(Transport):
         with launching:
             nccl.reduce(flats, output=total, root=roots[0])
         return total
+
+    def reduce_scatter(
+        self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate = torch.empty_like
+    ) -> None:
+        """Adds with one launch on every device, if each brings a matrix and keeps a row; torch makes other sums."""
+        flats = [matrix.view(-1) for matrix in matrices]
+        is_one_each = [flat.device for flat in flats] == [row.device for row in out]
+        dtypes = {tensor.dtype for tensor in (*flats, *out)}
+        if not self._sums or not is_one_each or len(dtypes) > 1 or not dtypes <= _SUMMED:
+            super().reduce_scatter(matrices, out, empty)
+            return
+        with launching:
+            nccl.reduce_scatter(flats, out)
+        increment_version(out)

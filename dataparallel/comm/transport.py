@@ -102,6 +102,12 @@ class Transport:
             total.add_(self.to_device(flat, destination))
         return total.to(first.dtype)
 
+    def reduce_scatter(
+        self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate = torch.empty_like
+    ) -> None:
+        """Copies row j of the sum of the matrices into ``out[j]``; see `comm.reduce_scatter`. By default by copies."""
+        self.execute(tables.sums_of_rows(matrices, out), empty)
+
     # ---- what a plan says --------------------------------------------------------------------------------------------
 
     def execute(self, rows: Sequence[TensorRow], empty: Allocate = torch.empty_like) -> None:

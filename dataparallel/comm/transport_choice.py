@@ -34,8 +34,8 @@ log = logging.getLogger("dataparallel")
 Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", "reduce_scatter"]
 
 SUPPORTED: tuple[Collective, ...] = ("broadcast", "reduce_add")
-"""The operations that *nccl* and *cupy* support between CUDA devices; *cupy* also gathers and scatters what is small.
-Plain copies and the host support all.
+"""The operations that *nccl* and *cupy* support between CUDA devices; *nccl* also sums rows (``reduce_scatter``), and
+*cupy* gathers and scatters what is small. Plain copies and the host support all.
 
 In a call that these transports serve, plain copies still carry tensors that do not travel flat, sums in dtypes that a
 transport cannot add, and *nccl*'s sums on a device that brings no term.
@@ -123,9 +123,10 @@ def _why_not_supported(
     if transport == "cupy" and work in ("gather", "scatter"):
         if nbytes >= STAR_BELOW_BYTES:
             return f"{transport} has no {work} of {STAR_BELOW_BYTES // 2**20} MiB and more"
-    elif work not in SUPPORTED:
+    elif work not in SUPPORTED and (transport, work) != ("nccl", "reduce_scatter"):
         return f"{transport} has no {work}"
-    if transport == "nccl" and work == "reduce_add" and settings.deterministic:
+    is_sum_of_nccl = transport == "nccl" and work in ("reduce_add", "reduce_scatter")
+    if is_sum_of_nccl and settings.deterministic:
         return "nccl adds in an order of its own; pass deterministic=False if the last bits may differ"
     accelerators = [device for device in devices if device.type != "cpu"]
     if len({*accelerators}) < 2:
@@ -136,7 +137,7 @@ def _why_not_supported(
     if other is not None:
         return f"{transport} works between CUDA devices, and {other} is none"
     twice = next((device for device in devices if devices.count(device) > 1), None)
-    if transport == "nccl" and work == "reduce_add" and twice is not None:
+    if is_sum_of_nccl and twice is not None:
         return f"nccl takes each device once, and {twice} is listed more than once"
     return None
 

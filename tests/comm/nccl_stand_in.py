@@ -54,3 +54,14 @@ class Library:
             assert output.dtype in AS_NUMBERS, "NCCL would add bytes"
             assert output.device == inputs[root].device
             output.copy_(sum(tensor.to(output.device) for tensor in inputs))
+
+    def reduce_scatter(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        with self:
+            self.check(inputs)
+            self.check(outputs)
+            self.calls.append(("reduce_scatter", len(inputs), -1))
+            assert {inputs[0].dtype} == {outputs[0].dtype} <= AS_NUMBERS
+            assert inputs[0].numel() == len(inputs) * outputs[0].numel()
+            assert [flat.device for flat in inputs] == [row.device for row in outputs]
+            for row, target in enumerate(outputs):
+                target.data.copy_(sum(flat.view(len(inputs), -1)[row].to(target.device) for flat in inputs))

@@ -72,6 +72,25 @@ def test_what_nccl_cannot_add_plain_copies_add(dtype: torch.dtype, library: Libr
     assert library.calls == ([("reduce", 2, 0)] if dtype in AS_NUMBERS else [])
 
 
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.slots(3)
+@pytest.mark.parametrize("case", ["nccl", "in slot order", "wider rows", "a slot brings nothing", "int16"])
+def test_rows_are_summed_by_one_launch_if_each_device_has_a_matrix_and_a_row(
+    case: str, slots: list, library: Library
+) -> None:
+    dtype = torch.int16 if case == "int16" else torch.float32
+    matrices = [torch.arange(6, device=slot).view(3, 2).to(dtype) + at for at, slot in enumerate(slots)]
+    wide = torch.float64 if case == "wider rows" else dtype
+    out = [torch.empty(2, dtype=wide, device=slot) for slot in slots]
+    if case == "a slot brings nothing":
+        del matrices[1]
+    Nccl(sums=case != "in slot order").reduce_scatter(matrices, out)
+    total = torch.stack([matrix.to(slots[0]).to(wide) for matrix in matrices]).sum(0)
+    for row, found in zip(total, out, strict=True):
+        assert torch.equal(found.to(slots[0]), row)
+    assert library.calls == ([("reduce_scatter", 3, -1)] if case == "nccl" else [])
+
+
 def test_what_is_written_has_changed_for_autograd(library: Library) -> None:
     target, weight = torch.zeros(3), torch.ones(3, requires_grad=True)
     loss = (weight * target).sum()

@@ -124,6 +124,7 @@ def test_a_route_that_is_asked_for_is_taken_by_plain_copies(
         *((transport, "broadcast", CUDA_8, True) for transport in TRANSPORTS),
         ("nccl", "broadcast", CUDA_TWICE, True),  # a buffer goes to each device once
         ("nccl", "reduce_add", CUDA_8, False),
+        ("nccl", "reduce_scatter", CUDA_8, False),
         ("cupy", "reduce_add", CUDA_TWICE, True),
     ],
 )
@@ -144,12 +145,12 @@ FALL_BACK = [
     *(("cupy", work, where, {}, "has no") for work in WORK[2:] for where in (CUDA_8, MIXED, SIM_8)),
     ("cupy", "reduce_scatter", CUDA_8, {}, "has no"),
     *(("nccl", "reduce_add", where, {}, "an order of its own") for where in (CUDA_8, CUDA_TWICE, MIXED, SIM_8)),
-    ("nccl", "reduce_scatter", CUDA_8, {}, "has no"),
+    *(("nccl", "reduce_scatter", where, {}, "an order of its own") for where in (CUDA_8, MIXED, SIM_8)),
     *((name, work, MIXED, ANY_ORDER, "cpu is none") for name in ("nccl", "cupy") for work in WORK[:2]),
     *((name, work, CPU_AND_ONE, ANY_ORDER, "fewer than two") for name in ("nccl", "cupy") for work in WORK[:2]),
     *((name, work, MIXED_ONE, ANY_ORDER, "fewer than two") for name in ("nccl", "cupy") for work in WORK[:2]),
     *((name, work, TWO_KINDS, ANY_ORDER, f"{OTHER}:0 is none") for name in ("nccl", "cupy") for work in WORK[:2]),
-    ("nccl", "reduce_add", CUDA_TWICE, ANY_ORDER, "cuda:1 is listed more than once"),
+    *(("nccl", work, CUDA_TWICE, ANY_ORDER, "more than once") for work in ("reduce_add", "reduce_scatter")),
 ]
 
 
@@ -283,7 +284,7 @@ def test_a_choice_can_always_be_carried_out(
         assert settings.transport == "nccl"
         once = len(set(where)) == len(where)
         assert once or work == "broadcast"
-        assert work != "reduce_add" or not settings.deterministic
+        assert work == "broadcast" or not settings.deterministic
     if choice.transport == "cupy":
         assert settings.transport == "cupy"
         assert work in ("broadcast", "reduce_add") or nbytes < 2**20

@@ -4,6 +4,7 @@ Dropout and sums have the same bits in each run, wherever sums are made.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.cuda import nccl
 
 from dataparallel import comm
 from dataparallel.composable import (
@@ -330,3 +332,44 @@ def test_sums_have_the_same_bits_whoever_makes_them(slots, batch_size):
     for transport in ("copy", "host"):
         with comm.using(transport=transport):
             assert all(map(torch.equal, found, _gradients(slots, batch_size)))
+
+
+@pytest.mark.devices("sim", "cuda")
+@pytest.mark.slots(3)
+def test_a_backward_has_the_settings_of_the_call(slots, monkeypatch):
+    """Its threads have none: nothing may pass between two devices that the user keeps apart."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).to(slots[0]), devices=slots)
+    chosen = Counter()
+
+    def noted(work, devices, *args, choose=comm.transport_for):
+        transport = choose(work, devices, *args)
+        chosen[work, type(transport).__name__] += len({*devices}) > 1
+        return transport
+
+    monkeypatch.setattr(comm, "transport_for", noted)
+    with comm.using(transport="host"):
+        loss = model(torch.ones(6, 4, device=slots[0])).square().sum()
+    loss.backward()
+    if len({*slots}) > 1:
+        assert chosen["reduce_scatter", "ThroughHost"] == 1
+    assert {name for (_, name), count in chosen.items() if count} <= {"ThroughHost"}
+
+
+@pytest.mark.devices("cuda")
+@pytest.mark.slots(3)
+@pytest.mark.parametrize("batch_size", [16, 2])  # of 2 rows, not all slots get one
+def test_nccl_makes_the_sums_if_any_order_may_do(batch_size, slots, monkeypatch):
+    """With one launch on each device for each unit and pass, where all slots have gradients."""
+    if len({*slots}) < len(slots):
+        pytest.skip("NCCL takes each device once")
+    sizes = []
+
+    def counted(inputs, outputs, launch=nccl.reduce_scatter):
+        sizes.append(len(inputs))
+        launch(inputs, outputs)
+
+    monkeypatch.setattr(nccl, "reduce_scatter", counted)
+    expected = _gradients(slots, batch_size)
+    with comm.using(transport="nccl", deterministic=False):
+        torch.testing.assert_close(_gradients(slots, batch_size), expected)
+    assert sizes == ([len(slots)] * 6 if batch_size == 16 else [])

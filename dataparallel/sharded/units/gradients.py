@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
+from dataparallel.comm import settings
 from dataparallel.comm.streams.current import Event, current_streams, streams_joined, streams_set
 from dataparallel.gradients.gradient_sums import hooked
 from dataparallel.profiling import stage
@@ -528,7 +529,7 @@ class UnitGradients:
         """Launches the sums of all dtypes into ``totals``, for each owner the memory that it has for them."""
         # Those of a slot that has delivered: another thread's call may have ended their use since.
         tables = next((each.tables for each in deliveries.values() if each.tables is not None), None)
-        with streams_set(self._unit.streams.adding):
+        with streams_set(self._unit.streams.adding), settings.held(self._unit.comm_settings):
             for at in range(len(self.groups)):
                 if tables is not None and tables.summed[at] is not None:
                     slots = range(len(self._unit.slots))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
+from dataparallel.comm import settings
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.comm.streams.held import hold
 from dataparallel.profiling import stage
@@ -170,7 +171,7 @@ class SlotUnit:
             return
         for device, event in written:
             event.make_wait(streams[device])
-        with streams_set(streams):
+        with streams_set(streams), settings.held(self.unit.comm_settings):
             full.pull(pieces, self.slot % len(pieces), layout)
 
     @contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
+from dataparallel.comm import settings
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.comm.transport_choice import why_no_tables
@@ -184,6 +185,7 @@ class Unit(UnitSettings):
         copies: notes the last copies of shards that slots have pulled from; those of its tree.
         indices: for each dtype the positions of its parameters; ``owned`` has their flat shards.
         trainable: positions of the parameters that need gradients.
+        comm_settings: those of the last call. Its backward may run in threads without the caller's settings.
         tables: the tables of the unit if kernels serve it in this call.
         graphs: captured graphs of all trees of the unit, which read full parameters where they are.
     """
@@ -231,6 +233,7 @@ class Unit(UnitSettings):
         self.trainable = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
         self.pieces = UnitPieces(self)
         self.gradients = UnitGradients(self)
+        self.comm_settings = settings.current()
         self.tables: PeerTables | None = None
         self._made_tables: PeerTables | None = None
         self.slot_units: list[SlotUnit] = []
@@ -317,6 +320,7 @@ class Unit(UnitSettings):
         if self._had_no_values and self.machines is not None:
             self.machines.send_first_values(self.name, [flat for owned in self.owned for flat in owned.flats])
         self._had_no_values = False
+        self.comm_settings = settings.current()
         # Over machines what a kernel would read or write has to be packed for the network.
         is_served = self.machines is None and why_no_tables(self.slots) is None
         if is_served and self._made_tables is None:
