@@ -112,7 +112,8 @@ class Training:
         self.root = torch.device(slots[0])
         self.module: Any = Model(*spec).double().to(self.root)
         self.network = form(self.module, slots, graphs=graphs)
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.05)
+        # With a large eps a gradient that is zero but for rounding, as that of a bias before a norm, is no step.
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.05, eps=1e-3)
         self.samples, self.needs_grad, self.random = 4 * len(slots), False, torch.Generator().manual_seed(0)
         self.saved, self.held, self.found = None, list[Tensor](), list[Any]()
 
