@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dataparallel._torch import HOOK_TABLES
+from dataparallel import _torch
 from dataparallel.comm.streams.arrivals import ExpectedArrivals, arrivals_for
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.forks import in_forked_child
@@ -286,7 +286,9 @@ class KeptReplicas:
         by_slot = self._tensors.for_call(copies)
         if record and plan.cycles is not None and not plan.cycles.are_held_by_graph:
             plan.cycles = None  # nothing tells how long the graph needs the replicas
-        if self._stamp is None or not self._tensors.stay:
+        # A thread of a backward waits for its call meanwhile, and a capture's own backward would need that thread.
+        has_no_graphs = self.graphs is not None and _torch.is_in_backward()
+        if self._stamp is None or not self._tensors.stay or has_no_graphs:
             if self.graphs is not None:
                 self.graphs.prepare(plan, slots)
             copies.by_slot = by_slot
@@ -329,7 +331,7 @@ class _FrozenSet(_LeasedInTurn):
 
 def _hook_tables(network: nn.Module) -> list[Any]:
     """Returns the hook tables of the root. Of a twin, ``forward`` uses other tables than other methods do."""
-    return [vars(network).get(name) for name in HOOK_TABLES]
+    return [vars(network).get(name) for name in _torch.HOOK_TABLES]
 
 
 @in_forked_child

@@ -213,6 +213,9 @@ class Captured:
             self._capture_forward(pieces, arguments)
             if self._records and any(output.requires_grad for output in self.outputs):
                 self._capture_backward(pieces)
+        # A launch would leave them where nobody looks.
+        if any(leaf.grad is not None for _, leaf in pieces.parameter_of.values()):
+            raise CannotBeCaptured("a backward inside of it gives its parameters gradients")
 
     def __del__(self) -> None:
         pool, free = getattr(self, "_pool", None), self._free

@@ -220,6 +220,54 @@ class TestArguments:
         assert captured(compare(form, slots[:1], root, lambda: Head(run), steps))
 
 
+class Recomputed(torch.autograd.Function):
+    """What a reversible layer does: its backward runs the layer again, and a backward of its own through it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x), grad)
+        return x.grad, None
+
+
+class TestABackwardInside:
+    def test_of_a_forward_is_not_captured(self, form: Form, slots: list, root: torch.device) -> None:
+        def run(self: Head, x: Tensor) -> Tensor:
+            self.other(x).square().sum().backward()  # a loss of this layer alone
+            return self.lin(x)
+
+        assert captured(compare(form, slots, root, lambda: Head(run), losses)) == 0
+
+    def test_of_a_function_is_not_captured(self, form: Form, slots: list, root: torch.device) -> None:
+        def run(self: Head, x: Tensor) -> Tensor:
+            return Recomputed.apply(self.lin(x), self.other)  # type: ignore[no-any-return]
+
+        network = compare(form, slots, root, lambda: Head(run), losses)
+        assert captured(network) == 0
+        assert reasons(network) == {"a backward inside of it gives its parameters gradients"}
+
+    def test_of_which_the_call_is_a_part_finds_no_graphs(self, form: Form, slots: list, root: torch.device) -> None:
+        """Its thread waits for the call, so the backward of a capture could not run."""
+
+        def steps(network: Any, module: Any) -> list[Tensor]:
+            found = []
+            for _ in range(STEPS):
+                x = inputs(root).requires_grad_()
+                checkpoint(network, x, use_reentrant=True).sum().backward()
+                found.append(x.grad)
+            return found
+
+        compare(form, slots, root, lambda: Head(lambda self, x: self.lin(x)), steps)
+
+
 class TestRandomNumbers:
     def test_a_backward_that_draws_is_not_captured(self, form: Form, slots: list, root: torch.device) -> None:
         def run(self: Head, x: Tensor) -> Tensor:
