@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dataparallel.arguments import checked
-from dataparallel.machines.group import Machines
+from dataparallel.machines.lanes import Machines
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

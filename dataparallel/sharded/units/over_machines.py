@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.machines.collectives import all_gather, reduce_scatter, stage
-from dataparallel.machines.group import Machines
-from dataparallel.machines.lanes import Lane, Result, masks_of
+from dataparallel.machines.group import Result
+from dataparallel.machines.lanes import Lane, Machines, masks_of
 from dataparallel.machines.peer_rounds import PeerRounds
 from dataparallel.machines.start import send_values
 from dataparallel.sharded.placements import Owners

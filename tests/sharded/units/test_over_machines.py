@@ -12,8 +12,7 @@ from torch import distributed, nn
 from dataparallel.composable import fully_shard
 from dataparallel.machines.collectives import reduce_scatter, stage
 from dataparallel.machines.errors import PeerFailed
-from dataparallel.machines.group import Machines
-from dataparallel.machines.lanes import masks_of
+from dataparallel.machines.lanes import Machines, masks_of
 from dataparallel.sharded.units.over_machines import MachinesOfTree
 from machine_ranks import on_machines
 from sharded_machines import spread
