@@ -52,6 +52,10 @@ class Issuer:
     """
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins without lanes and without a thread, as a forked child does."""
         self.changed = threading.Condition()
         self.is_closed = False
         self._lanes: dict[Queue, Callable[[], None]] = {}
@@ -88,7 +92,7 @@ class Issuer:
             for lane, advance in lanes:
                 advance()
                 with self.changed:
-                    if not lane.has_items:
+                    if not lane.items:
                         self._lanes.pop(lane, None)
             polls = any(lane.waits_for_results for lane, _ in lanes)
             lanes.clear()
@@ -101,17 +105,8 @@ class Issuer:
                     return
 
 
-_issuer = Issuer()
-
-
-def issuer() -> Issuer:
-    return _issuer
-
-
-@in_forked_child
-def _start_afresh_after_fork() -> None:
-    global _issuer
-    _issuer = Issuer()
+issuer = Issuer()
+in_forked_child(issuer.begin)
 
 
 class Result:
@@ -198,6 +193,7 @@ class Queue:
 
     Attributes:
         history: a checksum of the texts of all collectives in this epoch. Ranks that have added the same have the same.
+        items: which have not been issued.
         connections: of this epoch: "words", and others by the places of ranks in the group.
     """
 
@@ -210,19 +206,15 @@ class Queue:
         self._begin_epoch()
 
     @property
-    def has_items(self) -> bool:
-        return bool(self._items)
-
-    @property
     def waits_for_results(self) -> bool:
         """True if nobody wakes the thread when the next item can be issued: gloo tells only of some collectives."""
-        items = self._items
+        items = self.items
         return bool(items) and bool(items[0].after)
 
-    # ---- called with ``issuer().changed`` held
+    # ---- called with ``issuer.changed`` held
 
     def _begin_epoch(self) -> None:
-        self._items: deque[Item] = deque()
+        self.items: deque[Item] = deque()
         self._steps: Iterator[None] | None = None
         self._count = self._issued = self._before = self.history = 0
         self._seen: set[tuple[int, int]] = set()  # pairs of items, by hashes of their texts
@@ -230,7 +222,7 @@ class Queue:
 
     def drop(self, error: BaseException) -> int:
         """Drops all items for a new epoch, and makes their waits raise. Returns how many items had been issued."""
-        items, issued = self._items, self._issued
+        items, issued = self.items, self._issued
         self._begin_epoch()
         for item in items:
             for result in item.results:
@@ -250,23 +242,19 @@ class Turns:
         self._next: int | None = None
         self._told: tuple[torch.Tensor, Any] | None = None
 
-    def tell(self, number: int, gloo: Any) -> None:
-        """Tells the other ranks, on rank 0, that lane ``number`` launches next."""
-        gloo.broadcast([torch.tensor([number])], distributed.BroadcastOptions())
-
     def is_of(self, number: int, gloo: Any) -> bool:
         """True, once, if rank 0 has told that it is the turn of lane ``number``. The caller then launches at once."""
         if self._next is None:
             if self._told is None:
                 told = torch.empty(1, dtype=torch.int64)
                 self._told = told, gloo.broadcast([told], distributed.BroadcastOptions()).get_future()
-                self._told[1].add_done_callback(issuer().wake)
+                self._told[1].add_done_callback(issuer.wake)
             told, future = self._told
             if not future.done():
                 return False
             future.wait()
             self._next, self._told = int(told), None
-            issuer().wake()  # another lane may have waited for this
+            issuer.wake()  # another lane may have waited for this
         if self._next != number:
             return False
         self._next = None
@@ -359,7 +347,7 @@ class GroupState:
         return self.nccl[places]
 
     def _drop_all(self, error: MachinesError) -> dict[str, int]:
-        """Drops what all lanes have. Returns how many items each had issued. Called with ``issuer().changed`` held.
+        """Drops what all lanes have. Returns how many items each had issued. Called with ``issuer.changed`` held.
 
         No connection is freed here: that waits for threads of gloo, which may want the lock.
         """
@@ -370,7 +358,7 @@ class GroupState:
 
     def close(self) -> None:
         """Frees all connections when the interpreter ends, which ends their threads, if nothing is under way."""
-        with issuer().changed:
+        with issuer.changed:
             self._drop_all(MachinesError("the interpreter ends: nothing can be sent any more"))
         _free(self._old).join(AT_EXIT)
 
@@ -378,7 +366,7 @@ class GroupState:
 
     def why_not(self, epoch: int) -> MachinesError | None:
         """Why nothing can be issued for a step that has begun in this epoch."""
-        if issuer().is_closed:
+        if issuer.is_closed:
             return MachinesError("the interpreter ends: nothing can be sent any more")
         return self.lost or (None if epoch == self.epoch else self._left[epoch])
 
@@ -391,7 +379,7 @@ class GroupState:
         text = f"{self.names([self.rank])} failed{f' in {what}' if what else ''}: {describe_error(error)}"
         known = copy_error(error) if isinstance(error, MachinesError) else _failed([text])
         said = None if is_heard else [str(error), True] if isinstance(error, MachinesDiffer) else [text, False]
-        with issuer().changed:
+        with issuer.changed:
             if self.lost is not None or epoch != self.epoch:
                 return
             self._left[epoch], self.epoch = known, epoch + 1
@@ -419,7 +407,7 @@ class GroupState:
             if now - last[0] < SLICE and self.lost is None:
                 return
             last[0] = now
-            if issuer().is_closed:
+            if issuer.is_closed:
                 raise MachinesError(f"the interpreter ends while something waits for {result.what}")
             error = self._error_for(result)
             if error is None and now - began > self.timeout + MARGIN:
@@ -472,7 +460,7 @@ class GroupState:
                 lost = PeerGone(f"{text}. {RESTART}")
                 lost.__cause__ = error
                 self.lost = lost
-        with issuer().changed:
+        with issuer.changed:
             self._drop_all(self.lost)
         self.forget_old()
         return self.lost

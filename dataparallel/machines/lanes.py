@@ -53,7 +53,6 @@ _FRAME, _LENGTH = 1024, 8  # bytes of a word's first message, and of the length 
 _Pauses = Iterator[None]
 """A generator that yields where it has to wait. The thread then runs other lanes, and resumes it later."""
 
-
 _given: dict[int, tuple[Any, Machines]] = {}
 """Users' groups by their ids, with their `Machines`. They are held until they are destroyed, on all ranks alike."""
 _products: dict[tuple[int, ...], int] = {}
@@ -82,9 +81,11 @@ def masks_of(end: Result) -> tuple[list[bool], list[Any]]:
 class Lane(Queue):
     """A sequence of items of the ranks of ``machines``. All of them make their lanes in one order."""
 
-    def __init__(self, machines: Machines, purpose: str, number: int) -> None:
-        super().__init__(machines.state, f"{purpose} {number}", machines.places)
-        self.machines, self.number = machines, number
+    def __init__(self, machines: Machines, purpose: str) -> None:
+        self.machines, self.number = machines, machines.state.lane_count
+        super().__init__(machines.state, f"{purpose} {self.number}", machines.places)
+        self.state.lane_count += 1
+        self.state.lanes.add(self)
 
     # ---- what forms call
 
@@ -155,7 +156,7 @@ class Lane(Queue):
 
     def _add(self, kind: str, what: Sequence[str], epoch: int, **options: Any) -> list[Result]:
         self.state.check_process()
-        with issuer().changed:
+        with issuer.changed:
             results = [Result(self, f"{name} of {kind!r}", epoch, self._count) for name in what]
             error = self.state.why_not(epoch)
             if error is None and results:
@@ -163,8 +164,8 @@ class Lane(Queue):
                 item = Item(results, **options)
                 if item.calls and item.text is not None:
                     self.history = zlib.crc32(item.text.encode(), self.history)
-                self._items.append(item)
-                issuer().run(self, self.advance)
+                self.items.append(item)
+                issuer.run(self, self.advance)
         if error is not None:
             for result in results:
                 result.fail(error)
@@ -174,18 +175,18 @@ class Lane(Queue):
 
     def advance(self) -> None:
         """Issues items until one of them has to wait, or none is left."""
-        with issuer().changed:
+        with issuer.changed:
             if self._steps is None:
-                self._steps = self._issue_all(self._items)
+                self._steps = self._issue_all(self.items)
             steps = self._steps
         for _ in steps:  # to the next pause
             return
-        with issuer().changed:
+        with issuer.changed:
             if self._steps is steps:
                 self._steps = None
 
     def _issue_all(self, items: deque[Item]) -> _Pauses:
-        while items and items is self._items:
+        while items and items is self.items:
             item = items[0]
             result = item.results[0]
             try:
@@ -195,8 +196,8 @@ class Lane(Queue):
             except BaseException as error:
                 self._fail(item, error)
                 del error
-            with issuer().changed:
-                if items is self._items and items and items[0] is item:
+            with issuer.changed:
+                if items is self.items and items and items[0] is item:
                     items.popleft()
                     self._issued += 1
             del item, result  # while the generator waits it holds neither
@@ -238,7 +239,7 @@ class Lane(Queue):
             return
         gloo = yield from self.connect(result, "turns")
         if self.state.rank == 0:
-            turns.tell(self.number, gloo)
+            gloo.broadcast([torch.tensor([self.number])], distributed.BroadcastOptions())
         else:
             yield from self._until(result, lambda: turns.is_of(self.number, gloo))
 
@@ -283,7 +284,7 @@ class Lane(Queue):
         rows = [torch.empty_like(own) for _ in range(self.machines.size)]
         work = gloo.allgather([rows], [own])
         future = work.get_future()  # it is done before the work says that it is completed
-        future.add_done_callback(issuer().wake)
+        future.add_done_callback(issuer.wake)
         yield from self._until(result, future.done)
         work.wait()  # raises its error
         return [row.numpy().tobytes() for row in rows]
@@ -313,7 +314,7 @@ class Lane(Queue):
 
             def connect() -> None:
                 outcome.fill(partial(self.state.connect, self, key, result.epoch))
-                issuer().wake()
+                issuer.wake()
 
             threading.Thread(target=connect, daemon=True).start()
             yield from self._until(result, lambda: (outcome.value or outcome.error) is not None)
@@ -364,7 +365,6 @@ class Machines:
         self.state, self.places = state, tuple(places)
         self.ranks = [state.ranks[place] for place in places]
         self.rank, self.size = self.places.index(state.rank), len(self.places)
-        self.has_nccl = state.has_nccl
         self._names: dict[torch.device, str] = {}  # of the devices that have a communicator of NCCL
         self._made: dict[Any, Any] = {}
         self.words, self._tensors = self.lane("words"), self.lane("tensors")  # outside of steps
@@ -406,10 +406,7 @@ class Machines:
 
     def lane(self, purpose: str) -> Lane:
         """Makes a lane."""
-        lane = Lane(self, purpose, self.state.lane_count)
-        self.state.lane_count += 1
-        self.state.lanes.add(lane)
-        return lane
+        return Lane(self, purpose)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         if key not in self._made:
@@ -526,7 +523,7 @@ def _backends(group: distributed.ProcessGroup) -> dict[str, str]:
 
 @atexit.register
 def _close_at_exit() -> None:
-    issuer().close()
+    issuer.close()
     own = [state for state in states if state.is_of_this_process]
     for state in own:
         state.close()

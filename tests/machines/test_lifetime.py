@@ -110,7 +110,7 @@ def forks(rank: int, devices: list[torch.device]) -> None:
     machines = all_machines()
     lane = machines.lane("steps")
     launched = summed(lane, torch.ones(1))
-    with issuer().changed:  # as another thread may hold it at a fork
+    with issuer.changed:  # as another thread may hold it at a fork
         child = os.fork()
     if child == 0:
         calls = [launched.wait, lambda: lane.end("backward", [], epoch=0), lambda: machines.all_gather_object(1)]
