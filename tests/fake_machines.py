@@ -95,7 +95,7 @@ class FakeMachines:
 
 
 class FakeOver:
-    """One of the machines, as ``machines.group.Machines`` are."""
+    """One of the machines, as ``machines.lanes.Machines`` are."""
 
     def __init__(self, machines: FakeMachines, rank: int) -> None:
         self.machines, self.rank, self.size = machines, rank, machines.size

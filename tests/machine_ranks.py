@@ -23,8 +23,8 @@ from torch.futures import Future
 
 from clocked import check_clocks
 from dataparallel.machines.collectives import stage
-from dataparallel.machines.group import Machines
-from dataparallel.machines.lanes import Lane, Result
+from dataparallel.machines.group import Result
+from dataparallel.machines.lanes import Lane, Machines
 from dataparallel.testing.ranks import Rank, comms, on_processes
 from dataparallel.testing.ranks.child import Found, find
 from nogpu.cuda import is_stand_in

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from dataparallel.sharded import Shard, distribute_tensor
 from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.sharded.units.buffers import Precision
 from dataparallel.sharded.units.shards import PullSource
-from dataparallel.sharded.units.unit import Precision, Unit
+from dataparallel.sharded.units.unit import Unit
 
 
 def values(count: int = 2, rows: int = 6, dtype: torch.dtype = torch.float64) -> list[Tensor]:

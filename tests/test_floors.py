@@ -1,12 +1,12 @@
-"""The house: a room imports only from rooms below it, and no two files import each other.
+"""The house: a room imports only from rooms below it, and no files import each other in a circle.
 
-Files of one room may import each other for types only: such imports run nowhere.
+Imports in functions and for types count in circles. A room may import types from rooms above it.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -80,9 +80,14 @@ def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
         yield from nodes_that_run(child)
 
 
-def imported_by(path: Path, names: dict[str, Path], package: str = "dataparallel") -> Iterator[str]:
-    """The files of the package that a file imports, at its top or in a function."""
-    for node in nodes_that_run(ast.parse(path.read_text(encoding="utf-8"))):
+def imported_by(
+    path: Path,
+    names: dict[str, Path],
+    package: str = "dataparallel",
+    nodes: Callable[[ast.AST], Iterator[ast.AST]] = nodes_that_run,
+) -> Iterator[str]:
+    """The files of the package that a file imports in these nodes, at its top or in a function."""
+    for node in nodes(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -117,13 +122,6 @@ def graph() -> dict[str, set[str]]:
     return {name: {*imported_by(path, names)} - {name} for name, path in names.items()}
 
 
-def all_imports_of(path: Path, names: dict[str, Path]) -> set[str]:
-    """The files that a file imports, also for types."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]
-    found = [f"{node.module}.{alias.name}" for node in nodes for alias in node.names]
-    return {file_of(name.split(".")[1:], names) for name in found if name.split(".")[0] == "dataparallel"}
-
-
 def in_circles(graph: dict[str, set[str]]) -> dict[str, set[str]]:
     """What is left of the graph when files that import none of the rest are taken away, again and again."""
     left = dict(graph)
@@ -143,26 +141,12 @@ def test_nothing_is_imported_from_above(graph: dict[str, set[str]]) -> None:
     assert upward == []
 
 
-def test_no_files_import_each_other(graph: dict[str, set[str]]) -> None:
-    """Not by way of others either."""
+@pytest.mark.parametrize("root", [ROOT, NOGPU], ids=lambda root: root.name)
+def test_no_files_import_each_other(root: Path) -> None:
+    """Not by way of others, in functions or for types either."""
+    names = files(root)
+    graph = {name: {*imported_by(path, names, root.name, ast.walk)} - {name} for name, path in names.items()}
     assert in_circles(graph) == {}
-
-
-def test_no_files_of_nogpu_import_each_other_at_their_top() -> None:
-    """Its front ends import torch in functions."""
-    names = files(NOGPU)
-    at_top = {name: ast.parse(path.read_text(encoding="utf-8")).body for name, path in names.items()}
-    graph = {
-        name: {
-            file_of([*node.module.split(".")[1:], alias.name], names)
-            for node in body
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "nogpu"
-            for alias in node.names
-        }
-        - {name}
-        for name, body in at_top.items()
-    }
-    assert in_circles({name: found - {"__init__"} for name, found in graph.items()}) == {}
 
 
 def test_devices_without_hardware_know_nothing_of_the_library() -> None:
@@ -173,14 +157,3 @@ def test_devices_without_hardware_know_nothing_of_the_library() -> None:
         if line.strip().startswith(("import dataparallel", "from dataparallel"))
     ]
     assert imports == []
-
-
-def test_files_that_import_each_other_for_types_are_of_one_room() -> None:
-    names = files()
-    reached = {name: all_imports_of(path, names) - {name} for name, path in names.items()}
-    for middle in names:  # Warshall, "A Theorem on Boolean Matrices", 1962
-        for name in names:
-            if middle in reached[name]:
-                reached[name] |= reached[middle]
-    circles = {(a, b) for a in names for b in reached[a] if a in reached[b]}
-    assert [(a, b) for a, b in sorted(circles) if ROOMS[floor_of(a)] != ROOMS[floor_of(b)]] == []

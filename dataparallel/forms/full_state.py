@@ -28,7 +28,7 @@ from dataparallel.sharded.distribute import counters, sharded_value
 from dataparallel.sharded.tensor import ShardedTensor
 
 if TYPE_CHECKING:
-    from dataparallel.machines.group import Machines
+    from dataparallel.machines.lanes import Machines
 
 
 StateDict: TypeAlias = "dict[str, Any]"

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Unpack
 
-    from dataparallel.sharded.units.over_machines import MachinesOfTree
+    from dataparallel.machines.arguments import MachineMesh
 
 _P = ParamSpec("_P")
 
@@ -229,20 +229,19 @@ def _begin(modules: list[nn.Module], state: FullyShardState) -> None:
 
 def _machines_of(
     process_group: ProcessGroup | None, mesh: DeviceMesh | None, slots: Sequence[torch.device]
-) -> tuple[MachinesOfTree | None, AbstractContextManager[None]]:
+) -> tuple[MachineMesh | None, AbstractContextManager[None]]:
     """Returns the machines of the arguments, and a context in which an error on this rank makes all ranks raise."""
     if process_group is None and mesh is None:
         return None, nullcontext()
-    from dataparallel.machines.arguments import shard_and_replicate_groups
+    from dataparallel.machines.arguments import MachineMesh, shard_and_replicate_groups
     from dataparallel.machines.start import failing_together
-    from dataparallel.sharded.units.over_machines import MachinesOfTree
 
-    machines = MachinesOfTree(*shard_and_replicate_groups(process_group, mesh, slots))
+    machines = MachineMesh(*shard_and_replicate_groups(process_group, mesh, slots))
     return machines, failing_together(machines.all)
 
 
 def _compare_start(
-    machines: MachinesOfTree,
+    machines: MachineMesh,
     modules: Sequence[nn.Module],
     parameters: Sequence[tuple[str, nn.Parameter]],
     slots: Sequence[torch.device],

@@ -28,14 +28,15 @@ from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.plan import FORM_ATTRIBUTE, TwinInfo
 from dataparallel.sharded.distribute import distribute_tensor
-from dataparallel.sharded.placements import Shard
+from dataparallel.sharded.placements import Owners, Shard
 from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.sharded.units.buffers import Precision
 from dataparallel.sharded.units.tree import Tree
-from dataparallel.sharded.units.unit import Precision, Unit
+from dataparallel.sharded.units.unit import Unit
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
 if TYPE_CHECKING:
-    from dataparallel.sharded.units.over_machines import MachinesOfTree
+    from dataparallel.machines.arguments import MachineMesh
 
 
 class FullyShardState(StateOnSlots):
@@ -61,7 +62,7 @@ class FullyShardState(StateOnSlots):
         mp_policy: MixedPrecisionPolicy,
         offload_policy: OffloadPolicy,
         ignored_parameters: Sequence[Tensor],
-        machines: MachinesOfTree | None,
+        machines: MachineMesh | None,
         compile: CompileArgument | None,
         graphs: bool,
     ) -> None:
@@ -118,7 +119,7 @@ class FullyShardState(StateOnSlots):
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type != "meta":
                     module._buffers[key] = buffer.to(self.slots[0])
-        unit.registries.show_sharded()
+        unit.show_sharded()
         self.unit = unit
         self._parameters = []  # frees the plain parameters
 
@@ -211,11 +212,11 @@ def _shard_parameter(
     slots: Sequence[torch.device],
     placement: Shard,
     is_offloaded: bool,
-    machines: MachinesOfTree | None,
+    machines: MachineMesh | None,
 ) -> ShardedTensor:
     devices = [CPU] * len(slots) if is_offloaded else slots
-    if machines is not None:
-        devices, slots = machines.owners(devices), machines.owners(slots)
+    if machines is not None and machines.shard is not None:
+        devices, slots = Owners(devices, machines.shard), Owners(slots, machines.shard)
     distributed = distribute_tensor(parameter.detach(), devices, placement)
     sharded = ShardedTensor(distributed.shards, distributed.placement, distributed.shape, devices=slots)
     sharded_parameter: Any = nn.Parameter(sharded, requires_grad=parameter.requires_grad)

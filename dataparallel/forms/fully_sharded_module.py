@@ -74,7 +74,7 @@ class FullyShardedModule(ManagedModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See ``torch.nn.Module``. Drops gradients of the sharded parameters, also while the module has full ones."""
         for unit in _units(self) if UNIT_MODULE not in vars(self) else ():
-            unit.registries.show_sharded()
+            unit.show_sharded()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from dataparallel.gradients.comm_hooks import GradBucket
-    from dataparallel.machines.group import Machines
+    from dataparallel.machines.lanes import Machines
 
 
 class _CallOfReplicas:

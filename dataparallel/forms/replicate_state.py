@@ -20,8 +20,7 @@ from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.plan import FORM_ATTRIBUTE, TwinInfo, check_placement
 
 if TYPE_CHECKING:
-    from dataparallel.machines.group import Machines
-    from dataparallel.machines.lanes import Lane
+    from dataparallel.machines.lanes import Lane, Machines
 
 
 class ReplicateState(StateOnSlots):

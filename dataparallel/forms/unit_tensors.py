@@ -24,7 +24,8 @@ from dataparallel.replicas.plan import UNIT_MODULE, ModulePlan, names_of
 from dataparallel.replicas.references import Rebinding, reached
 from dataparallel.replicas.replicate import Copies
 from dataparallel.replicas.stamp import kinds_of
-from dataparallel.sharded.units.calls import RootCall, UnitModule
+from dataparallel.sharded.units.calls import UnitModule
+from dataparallel.sharded.units.tree import RootCall
 from dataparallel.sharded.units.unit import Unit
 
 
@@ -93,7 +94,7 @@ class UnitTensors(TensorStore):
         for slot, replica in enumerate(replicas):
             root: UnitModule = vars(replica)[UNIT_MODULE]
             for each in (root, *root.lower_unit_modules):
-                each.begin_call(self._units[each.unit_number].slot_units[slot], call)
+                each.begin_call(self._units[each.unit_number], slot, call)
             modules = dict(replica.named_modules()) if self._outer_references else {}
             for path, key, units in self._outer_references:
                 attributes = modules[path].__dict__

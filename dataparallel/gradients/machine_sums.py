@@ -17,7 +17,8 @@ from dataparallel.comm import nccl
 from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookCall
 from dataparallel.gradients.ordered_pass import AsyncResult
 from dataparallel.machines.collectives import stage
-from dataparallel.machines.lanes import Lane, Result, masks_of
+from dataparallel.machines.group import Result
+from dataparallel.machines.lanes import Lane, masks_of
 from dataparallel.machines.start import send_values
 
 _BACKWARD = "backward"

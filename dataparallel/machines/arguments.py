@@ -1,4 +1,4 @@
-"""`machines_of` and its neighbours interpret ``process_group=`` and ``mesh=``.
+"""`machines_of` and its neighbours interpret ``process_group=`` and ``mesh=``. `MachineMesh` is what both groups give.
 
 All of them are checked before anything is sent. Each error says what was passed, what was expected and what to do.
 """
@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from dataparallel.arguments import checked
-from dataparallel.machines.group import Machines
+from dataparallel.machines.lanes import Machines
+from dataparallel.machines.peer_rounds import PeerRounds
+from dataparallel.machines.start import send_values
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -114,3 +117,57 @@ def _of_mesh(mesh: Any, slots: Sequence[torch.device], wanted: tuple[str, str, i
             f"{shown} has a dimension without a process group: {error}. Pass a mesh that init_device_mesh or "
             "DeviceMesh(...) has made with its groups"
         ) from error
+
+
+class MachineMesh:
+    """The groups of a fully sharded model: machines to shard over, to replicate over, or both: a row and a column.
+
+    A machine is one process. Tensors are sharded over the slots of this machine and, if there is a *shard* group, over
+    those of all its machines. The machines of the *replicate* group have the same shards. Steps have one lane over all
+    machines. Gathers have another one, so that neither waits for the other.
+
+    Attributes:
+        given: the two groups that were given, ``shard`` first.
+        all: the machines of both groups.
+        shard, replicate: the groups over which gradients are reduce-scattered, and all-reduced afterwards.
+        lane, gathers: the lanes; ``gathers`` is ``None`` if parameters are not sharded over machines.
+    """
+
+    def __init__(self, shard: Machines | None, replicate: Machines | None) -> None:
+        self.given = shard, replicate
+        # All ranks come here in one order: they make the same lanes.
+        if shard is not None and replicate is not None:
+            self.all = shard.product(replicate)
+        else:
+            first = shard or replicate
+            assert first is not None
+            self.all = first
+        self.shard = None if shard is None else self.all.part(shard.ranks)
+        self.replicate = None if replicate is None else self.all.part(replicate.ranks)
+        self.lane = self.all.lane("steps")
+        self.gathers = None if self.shard is None else self.shard.lane("gathers")
+        self.peers = PeerRounds(self.all)
+        self.shard_size, self.shard_rank = (1, 0) if shard is None else (shard.size, shard.rank)
+
+    def make_communicators(self, slots: Sequence[torch.device]) -> None:
+        """Makes NCCL's communicators, on all machines in one order: rows, columns, then the first device of each."""
+        for machines in (self.shard, self.replicate):
+            if machines is not None:
+                machines.make_communicators(slots)
+        self.all.make_communicators(slots[:1])
+
+    def describe(self, slots: Sequence[torch.device]) -> dict[str, str]:
+        """Describes, for `machines.start.compare`, the groups and from which devices of each the slots send."""
+        groups = {"to shard over": self.shard, "to replicate over": self.replicate}
+        if all(groups.values()):
+            groups["in all"] = self.all
+        return {
+            name: f"{machines.size}, from {', '.join(machines.names_of(slots))}"
+            for name, machines in groups.items()
+            if machines is not None
+        }
+
+    def send_first_values(self, name: str, flats: Sequence[Tensor]) -> None:
+        """Copies the values of a unit's flat shards, which are new, from the first machine that has the same shards."""
+        if self.replicate is not None:
+            send_values(self.replicate.words, {f"shard {i} of {name}": flat for i, flat in enumerate(flats)})

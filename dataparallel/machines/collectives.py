@@ -29,7 +29,7 @@ Check = Callable[[], object]
 
 
 class Sender(Protocol):
-    """What knows which devices go through NCCL: `machines.group.Machines`."""
+    """What knows which devices go through NCCL: `machines.group.GroupState`, and `machines.lanes.Machines`."""
 
     def is_nccl(self, device: torch.device) -> bool:
         """True if tensors on the device go through NCCL."""

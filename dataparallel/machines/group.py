@@ -1,34 +1,37 @@
-"""`Machines`: the ranks of a process group, or some of them. `GroupState`: what they know of each other's failures.
+"""`GroupState`: what the ranks of a process group know of each other's failures. `Result`: what waits for an item.
 
 Nothing is sent over the user's group. Beside it the library connects the ranks by gloo, each lane by itself, and by one
-communicator of NCCL for each device, made at the start.
+communicator of NCCL for each device, made at the start. `Issuer` is the thread that issues what all lanes have.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
-from dataparallel import _torch
-from dataparallel.devices import CPU
 from dataparallel.forks import in_forked_child
-from dataparallel.machines.collectives import SLICE, Check, all_gather, all_reduce, stage
+from dataparallel.machines.collectives import SLICE, Check, Transfer
 from dataparallel.machines.descriptions import of_ranks
 from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed, PeerGone, copy_error, describe_error
-from dataparallel.machines.lanes import AT_EXIT, Lane, Result, Turns, issuer
 from dataparallel.weak_members import WeakMembers
+
+IDLE = 2.0
+"""Seconds after which the thread ends if there is nothing to do."""
+
+AT_EXIT = 1.0
+"""Seconds that the end of the interpreter waits for a thread."""
 
 MARGIN = 3.0
 """Seconds that a wait lasts longer than the group's timeout, so that gloo's own error can come first."""
@@ -38,12 +41,224 @@ ANSWER = 1.5
 
 RESTART = "Start all processes again, from a checkpoint"
 
-_given: dict[int, tuple[Any, Machines]] = {}
-"""Users' groups by their ids, with their `Machines`. They are held until they are destroyed, on all ranks alike."""
-_products: dict[tuple[int, ...], int] = {}
-"""How many products of the same ranks were made."""
-_states: WeakMembers[GroupState] = WeakMembers()
-_lock = threading.Lock()
+states: WeakMembers[GroupState] = WeakMembers()
+"""All of this process, and of the one that it was forked from."""
+
+
+class Issuer:
+    """The thread that issues what lanes have. It runs each until it has to wait, and sleeps when all wait.
+
+    ``changed`` guards the items of all lanes, and `wake` notifies it. The thread is a daemon, as a launch may block.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins without lanes and without a thread, as a forked child does."""
+        self.changed = threading.Condition()
+        self.is_closed = False
+        self._lanes: dict[Queue, Callable[[], None]] = {}
+        self._is_awake = False
+        self._thread: threading.Thread | None = None
+
+    def run(self, lane: Queue, advance: Callable[[], None]) -> None:
+        """Runs the lane, which has a new item, from now on. ``advance`` issues its items until one has to wait."""
+        with self.changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="machines: issuing", daemon=True)
+                thread.start()  # if there can be no thread, nothing has changed
+                self._thread = thread
+            self._lanes[lane] = advance
+            self.wake()
+
+    def wake(self, _: object = None) -> None:
+        with self.changed:
+            self._is_awake = True
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread, and makes waits raise, when the interpreter ends."""
+        self.is_closed = True
+        self.wake()
+        if self._thread is not None:
+            self._thread.join(AT_EXIT)
+
+    def _run(self) -> None:
+        while not self.is_closed:
+            with self.changed:
+                self._is_awake = False
+                lanes = [*self._lanes.items()]
+            for lane, advance in lanes:
+                advance()
+                with self.changed:
+                    if not lane.items:
+                        self._lanes.pop(lane, None)
+            polls = any(lane.waits_for_results for lane, _ in lanes)
+            lanes.clear()
+            lane = advance = None  # type: ignore[assignment]
+            with self.changed:
+                if not self._is_awake and not self.is_closed:
+                    self.changed.wait(0.001 if polls else SLICE if self._lanes else IDLE)
+                if not self._is_awake and not self._lanes:
+                    self._thread = None
+                    return
+
+
+issuer = Issuer()
+in_forked_child(issuer.begin)
+
+
+class Result:
+    """The future of one item of a lane. Messages call the item ``what``; ``number`` is its place in the epoch."""
+
+    def __init__(self, lane: Queue, what: str, epoch: int, number: int) -> None:
+        self.what, self.lane, self.epoch, self.number = what, lane, epoch, number
+        self._decided = threading.Event()
+        self._error: BaseException | None = None
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        """The tensor of a collective, ready for the calling thread's current stream, or the words of all ranks.
+
+        Raises a `MachinesError`, or what a collective or a communication hook has raised on this rank.
+        """
+        state = self.lane.state
+        state.check_process()
+        check = state.wait_check(self)
+        while not self._decided.wait(SLICE):
+            check()
+        if self._error is not None:
+            raise copy_error(self._error)
+        if isinstance(self._result, Transfer):
+            # A transfer can be waited for once, so its tensor replaces it here for a second wait.
+            try:
+                self._result = self._result.wait(check)
+            except MachinesError:
+                raise
+            except RuntimeError as error:
+                raise copy_error(state.error_of(self, error)) from error
+        return self._result
+
+    def settle(self, seconds: float) -> None:
+        """Waits until the item has been issued, or has failed, for this long at most."""
+        self._decided.wait(max(0.0, seconds))
+
+    def has_arrived(self) -> bool:
+        """True if what is received can be sent on."""
+        return self._decided.is_set() and (not isinstance(self._result, Transfer) or self._result.has_arrived())
+
+    def transfer(self) -> Transfer:
+        """The collective that has been issued, for the issuing thread to send on what it has received."""
+        if self._error is not None:
+            raise copy_error(self._error)
+        transfer: Transfer = self._result
+        return transfer
+
+    def succeed(self, result: Any) -> None:
+        self._result = result
+        self._decided.set()
+
+    def fail(self, error: BaseException) -> None:
+        if not self._decided.is_set():
+            self._error = error
+            self._decided.set()
+
+
+@dataclass
+class Item:
+    """One item of a lane.
+
+    Attributes:
+        results: one for each of ``calls``; a word and a hook have one.
+        text: what has to be equal on all ranks; ``None`` for what nothing has to be compared for.
+        calls: of a collective: each takes a `Link` and returns a `Transfer`. Of a hook: ``begin`` and ``check``.
+        over: of a collective: the places of its ranks in the group, those of the lane or some of them.
+        after: results that have to arrive before the item is issued.
+        is_hook: ``begin`` sends anything itself, and returns a future, which the thread waits for.
+        value: of a word.
+    """
+
+    results: Sequence[Result]
+    text: str | None
+    calls: Sequence[Callable[..., Any]] = ()
+    over: tuple[int, ...] = ()
+    after: Sequence[Result] = ()
+    is_hook: bool = False
+    value: Any = None
+
+
+class Queue:
+    """What a lane has in one epoch. `machines.lanes.Lane` adds and issues it.
+
+    Attributes:
+        history: a checksum of the texts of all collectives in this epoch. Ranks that have added the same have the same.
+        items: which have not been issued.
+        connections: of this epoch: "words", and others by the places of ranks in the group.
+    """
+
+    history: int
+    _count: int
+    _issued: int
+
+    def __init__(self, state: GroupState, name: str, places: tuple[int, ...]) -> None:
+        self.state, self.name, self.places = state, name, places
+        self._begin_epoch()
+
+    @property
+    def waits_for_results(self) -> bool:
+        """True if nobody wakes the thread when the next item can be issued: gloo tells only of some collectives."""
+        items = self.items
+        return bool(items) and bool(items[0].after)
+
+    # ---- called with ``issuer.changed`` held
+
+    def _begin_epoch(self) -> None:
+        self.items: deque[Item] = deque()
+        self._steps: Iterator[None] | None = None
+        self._count = self._issued = self._before = self.history = 0
+        self._seen: set[tuple[int, int]] = set()  # pairs of items, by hashes of their texts
+        self.connections: dict[tuple[int, ...] | str, Any] = {}
+
+    def drop(self, error: BaseException) -> int:
+        """Drops all items for a new epoch, and makes their waits raise. Returns how many items had been issued."""
+        items, issued = self.items, self._issued
+        self._begin_epoch()
+        for item in items:
+            for result in item.results:
+                result.fail(error)
+        return issued
+
+
+class Turns:
+    """Whose turn it is, where launches of all lanes need one order: NCCL hangs if ranks launch in different ones.
+
+    Rank 0 launches what is ready there, and tells the others, one small broadcast for each launch, which lane it was.
+    They launch the next item of that lane. Only the issuing thread uses this. A new epoch has a new object.
+    """
+
+    def __init__(self) -> None:
+        self.connections: dict[Any, Any] = {}
+        self._next: int | None = None
+        self._told: tuple[torch.Tensor, Any] | None = None
+
+    def is_of(self, number: int, gloo: Any) -> bool:
+        """True, once, if rank 0 has told that it is the turn of lane ``number``. The caller then launches at once."""
+        if self._next is None:
+            if self._told is None:
+                told = torch.empty(1, dtype=torch.int64)
+                self._told = told, gloo.broadcast([told], distributed.BroadcastOptions()).get_future()
+                self._told[1].add_done_callback(issuer.wake)
+            told, future = self._told
+            if not future.done():
+                return False
+            future.wait()
+            self._next, self._told = int(told), None
+            issuer.wake()  # another lane may have waited for this
+        if self._next != number:
+            return False
+        self._next = None
+        return True
 
 
 class GroupState:
@@ -71,13 +286,13 @@ class GroupState:
         self.epoch, self.turns = 0, Turns()
         self.lost: MachinesError | None = None
         self.lane_count = 0
-        self.lanes: WeakMembers[Lane] = WeakMembers()
+        self.lanes: WeakMembers[Queue] = WeakMembers()
         self.nccl: dict[tuple[int, ...], Any] = {}  # the communicators of this epoch, by places of ranks
         self._left: dict[int, MachinesError] = {}  # for each epoch that was left here the error
         self._old: list[Any] = []  # connections of former epochs
         self._losing = threading.Lock()
         self._process = os.getpid()  # a forked child is no rank
-        _states.add(self)
+        states.add(self)
 
     def names(self, places: Iterable[int]) -> str:
         """Ranks in words. ``places``: in the group."""
@@ -97,9 +312,9 @@ class GroupState:
 
     # ---- connections
 
-    def connect(self, lane: Lane, key: tuple[int, ...] | str, epoch: int) -> Any:
-        """Connects ranks by gloo; see `Lane.connect`. gloo waits for all of them."""
-        every, own = tuple(range(self.size)), lane.machines.places
+    def connect(self, lane: Queue, key: tuple[int, ...] | str, epoch: int) -> Any:
+        """Connects ranks by gloo; see `machines.lanes.Lane.connect`. gloo waits for all of them."""
+        every, own = tuple(range(self.size)), lane.places
         places = every if key == "turns" else own if isinstance(key, str) else key
         name = key if key == "turns" else f"{lane.name}/{own}/{key}"
         store = distributed.distributed_c10d.PrefixStore(f"{epoch}/{name}", self.store)
@@ -119,8 +334,20 @@ class GroupState:
                 )
             raise distributed.DistNetworkError(text) from error
 
+    def is_nccl(self, device: torch.device) -> bool:
+        """True if tensors on the device go through NCCL, whose collectives run on streams."""
+        return self.backends.get(device.type) == "nccl"
+
+    def communicators(self, places: tuple[int, ...]) -> Any:
+        """NCCL's communicators of these ranks in this epoch, one for each device."""
+        if places not in self.nccl:
+            store = distributed.distributed_c10d.PrefixStore(f"{self.epoch}/nccl/{places}", self.store)
+            make: Any = distributed.ProcessGroupNCCL
+            self.nccl[places] = make(store, places.index(self.rank), len(places), timedelta(seconds=self.timeout))
+        return self.nccl[places]
+
     def _drop_all(self, error: MachinesError) -> dict[str, int]:
-        """Drops what all lanes have. Returns how many items each had issued. Called with ``issuer().changed`` held.
+        """Drops what all lanes have. Returns how many items each had issued. Called with ``issuer.changed`` held.
 
         No connection is freed here: that waits for threads of gloo, which may want the lock.
         """
@@ -131,7 +358,7 @@ class GroupState:
 
     def close(self) -> None:
         """Frees all connections when the interpreter ends, which ends their threads, if nothing is under way."""
-        with issuer().changed:
+        with issuer.changed:
             self._drop_all(MachinesError("the interpreter ends: nothing can be sent any more"))
         _free(self._old).join(AT_EXIT)
 
@@ -139,7 +366,7 @@ class GroupState:
 
     def why_not(self, epoch: int) -> MachinesError | None:
         """Why nothing can be issued for a step that has begun in this epoch."""
-        if issuer().is_closed:
+        if issuer.is_closed:
             return MachinesError("the interpreter ends: nothing can be sent any more")
         return self.lost or (None if epoch == self.epoch else self._left[epoch])
 
@@ -152,7 +379,7 @@ class GroupState:
         text = f"{self.names([self.rank])} failed{f' in {what}' if what else ''}: {describe_error(error)}"
         known = copy_error(error) if isinstance(error, MachinesError) else _failed([text])
         said = None if is_heard else [str(error), True] if isinstance(error, MachinesDiffer) else [text, False]
-        with issuer().changed:
+        with issuer.changed:
             if self.lost is not None or epoch != self.epoch:
                 return
             self._left[epoch], self.epoch = known, epoch + 1
@@ -180,7 +407,7 @@ class GroupState:
             if now - last[0] < SLICE and self.lost is None:
                 return
             last[0] = now
-            if issuer().is_closed:
+            if issuer.is_closed:
                 raise MachinesError(f"the interpreter ends while something waits for {result.what}")
             error = self._error_for(result)
             if error is None and now - began > self.timeout + MARGIN:
@@ -208,7 +435,7 @@ class GroupState:
                 left = {place: json.loads(self.store.get(k)) for place, k in keys.items() if self.store.check([k])}
         except RuntimeError:  # the store is gone, and so is its rank: gloo notices, or the timeout
             return self._left.get(epoch)
-        counts = [left[place][0].get(lane.name, 0) for place in lane.machines.places if place in left]
+        counts = [left[place][0].get(lane.name, 0) for place in lane.places if place in left]
         if not counts or (min(counts) > result.number and not is_broken):
             return None
         said = [each for _, each in left.values() if each]
@@ -233,7 +460,7 @@ class GroupState:
                 lost = PeerGone(f"{text}. {RESTART}")
                 lost.__cause__ = error
                 self.lost = lost
-        with issuer().changed:
+        with issuer.changed:
             self._drop_all(self.lost)
         self.forget_old()
         return self.lost
@@ -266,195 +493,3 @@ def _free(connections: list[Any]) -> threading.Thread:
     thread = threading.Thread(target=connections.clear, daemon=True)
     thread.start()
     return thread
-
-
-class Machines:
-    """Ranks that send together: all of a group, or some. They have ``places`` in the group, and ``ranks`` of all."""
-
-    def __init__(self, state: GroupState, places: Sequence[int]) -> None:
-        self.state, self.places = state, tuple(places)
-        self.ranks = [state.ranks[place] for place in places]
-        self.rank, self.size = self.places.index(state.rank), len(self.places)
-        self.has_nccl = state.has_nccl
-        self._names: dict[torch.device, str] = {}  # of the devices that have a communicator of NCCL
-        self._made: dict[Any, Any] = {}
-        self.words, self._tensors = self.lane("words"), self.lane("tensors")  # outside of steps
-
-    @staticmethod
-    def of(group: distributed.ProcessGroup) -> Machines:
-        """The machines of the group: the same object each time, until the group is destroyed."""
-        with _lock:
-            for key, (known, _) in [*_given.items()]:
-                if not _exists(known):
-                    del _given[key]
-            if id(group) not in _given:
-                rank = distributed.get_rank(group)
-                if rank < 0:
-                    raise ValueError(
-                        "this process is no rank of the process group: give a group to each of its ranks only"
-                    )
-                ranks = distributed.get_process_group_ranks(group)
-                backends = _backends(group)
-                timeout = _torch.group_timeout(group, torch.device(next(iter(backends)))).total_seconds()
-                state = GroupState("given", ranks, rank, backends, timeout, group.get_group_store())
-                _given[id(group)] = group, Machines(state, range(len(ranks)))
-            return _given[id(group)][1]
-
-    @property
-    def epoch(self) -> int:
-        """A step has that in which it begins."""
-        return self.state.epoch
-
-    def names(self, ranks: Iterable[int]) -> str:
-        """Ranks of these machines in words, by their global numbers."""
-        return of_ranks(self.ranks[rank] for rank in ranks)
-
-    def describe(self) -> str:
-        """The number of this machine, for messages."""
-        return f"machine {self.rank} of {self.size}"
-
-    # ---- lanes, and machines with other ranks: all ranks ask for them in one order
-
-    def lane(self, purpose: str) -> Lane:
-        """Makes a lane."""
-        lane = Lane(self, purpose, self.state.lane_count)
-        self.state.lane_count += 1
-        self.state.lanes.add(lane)
-        return lane
-
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-    def product(self, other: Machines) -> Machines:
-        """All ranks of a mesh of which ``self`` is a row and ``other`` a column; the same object each time."""
-
-        def make() -> Machines:
-            rows = other.all_gather_object(self.ranks)
-            ranks = sorted({rank for row in rows for rank in row})
-            world: Any = distributed.group.WORLD
-            place, store = ranks.index(distributed.get_rank()), world.get_group_store()
-            with _lock:
-                number = _products[tuple(ranks)] = _products.get(tuple(ranks), 0) + 1
-            mine = self.state
-            state = GroupState(f"product {number} {ranks}", ranks, place, mine.backends, mine.timeout, store)
-            return Machines(state, range(len(ranks)))
-
-        made: Machines = self._once(("product", *other.ranks), make)
-        return made
-
-    def part(self, ranks: Sequence[int]) -> Machines:
-        """Some of the ranks, among them this one; the same object each time."""
-        places = tuple(self.state.ranks.index(rank) for rank in ranks)
-        made: Machines = self if places == self.places else self._once(places, lambda: Machines(self.state, places))
-        return made
-
-    # ---- devices
-
-    def can_send(self, device: torch.device) -> bool:
-        """True if tensors on the device are sent directly. Otherwise they go through host memory.
-
-        gloo could take tensors of accelerators too, but no event of ours orders its copies.
-        """
-        return device == CPU or self.is_nccl(device)
-
-    def is_nccl(self, device: torch.device) -> bool:
-        """True if tensors on the device go through NCCL, whose collectives run on streams."""
-        return self.state.backends.get(device.type) == "nccl"
-
-    def nccl(self) -> Any:
-        """The communicators of these ranks in this epoch, one for each device."""
-        state = self.state
-        if self.places not in state.nccl:
-            store = distributed.distributed_c10d.PrefixStore(f"{state.epoch}/nccl/{self.places}", state.store)
-            make: Any = distributed.ProcessGroupNCCL
-            state.nccl[self.places] = make(store, self.rank, self.size, timedelta(seconds=state.timeout))
-        return state.nccl[self.places]
-
-    def make_communicators(self, devices: Iterable[torch.device]) -> None:
-        """Makes NCCL's communicators for these devices now. Otherwise the first collective on a device would block.
-
-        All ranks call it, in one order, with as many devices. It does nothing for other backends.
-        """
-        new = [each for each in dict.fromkeys(devices) if self._is_new(each)]
-        if new:
-            staged = [stage(self, torch.zeros(1, device=device)) for device in new]
-            what = [f"the communicator of {device}" for device in new]
-            calls = [partial(all_reduce, each) for each in staged]
-            text = f"communicators for {len(new)} devices"
-            for result in self.words.launch("communicators", what, calls, text, epoch=self.epoch):
-                result.wait().item()
-            self.note_communicators(new)
-
-    def names_of(self, devices: Iterable[torch.device]) -> list[str]:
-        """For each device a name such as ``cuda 0``. Ranks that send from devices of one name have one communicator.
-
-        Names follow from the order in which devices come, and indices need not agree on the ranks. With NCCL, ranks
-        that send from devices of different names would wait for each other for ever.
-        """
-        names = {**self._names}
-        for device in devices:
-            if device not in names:
-                names[device] = f"{device.type} {sum(known.type == device.type for known in names)}"
-        return [names[device] for device in devices]
-
-    def note_communicators(self, devices: Sequence[torch.device]) -> None:
-        """Notes the communicators that NCCL has for these devices, whose names all ranks have compared."""
-        named = zip(devices, self.names_of(devices), strict=True)
-        self._names |= {device: name for device, name in named if self._is_new(device)}
-
-    def _is_new(self, device: torch.device) -> bool:
-        return self.is_nccl(device) and device not in self._names
-
-    # ---- what is sent outside of steps
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Gathers a small object that can be pickled from each rank, in rank order. The calling thread waits."""
-        found: list[Any] = self.words.gather("a word of each rank", "", value, epoch=self.epoch).wait()
-        return found
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """``[size, *shape]``: the tensors of all machines, which have one shape and dtype. All ranks call it."""
-        flat = tensor.detach().contiguous().view(-1)
-        staged = stage(self, flat, self.size * flat.numel())  # here, where the current stream has computed it
-        text = f"all_gather: {flat.numel()} x {flat.dtype} on {self.names_of([flat.device])[0]}"
-        kind, calls = "an operator on sharded tensors", [partial(all_gather, staged)]
-        (result,) = self._tensors.launch(kind, ["all_gather"], calls, f"{kind}\n{text}", epoch=self.epoch)
-        gathered: Tensor = result.wait()
-        self.note_communicators([flat.device])
-        return gathered.view(self.size, *tensor.shape)
-
-
-def _exists(group: Any) -> bool:
-    try:
-        return bool(distributed.get_process_group_ranks(group))
-    except (KeyError, ValueError):
-        return False
-
-
-def _backends(group: distributed.ProcessGroup) -> dict[str, str]:
-    """The backend for each type of device, from torch's configuration, such as ``cpu:gloo,cuda:nccl``."""
-    found = {}
-    for part in distributed.get_backend_config(group).split(","):
-        device, _, name = part.partition(":")
-        # gloo and NCCL are also configured for devices that they do not take.
-        if name != "nccl" or device == "cuda":
-            found[device] = name
-    return found
-
-
-@atexit.register
-def _close_at_exit() -> None:
-    issuer().close()
-    own = [state for state in _states if state.is_of_this_process]
-    for state in own:
-        state.close()
-    if own:
-        _given.clear()  # torch ends the threads of a group when nobody holds it
-
-
-@in_forked_child
-def _start_afresh_after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()

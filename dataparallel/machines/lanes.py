@@ -1,9 +1,9 @@
-"""`Lane`: collectives and words of several ranks, which all of them issue in one order. `Issuer` is the thread for it.
+"""`Machines`: ranks that send together. `Lane`: collectives and words, which all of them issue in one order.
 
 Backends pair collectives by the order in which each rank issues them. A lane issues its items in the order in which
 they were added, which is that of buckets and units: rank 0 sends it after the first step (``gradients.machine_sums``,
 ``sharded.units.over_machines``). Lanes have connections of their own, so none waits for another. Only NCCL, and hooks,
-which send over a group of the user, need one order over all lanes: see `Turns`.
+which send over a group of the user, need one order over all lanes: see `machines.group.Turns`.
 
 A *word* is a small value of each rank, gathered over gloo. A pair of items that have not followed each other before is
 compared by a word, once: after the first step nothing more is sent for that.
@@ -11,99 +11,53 @@ compared by a word, once: after the first step nothing more is sent for that.
 
 from __future__ import annotations
 
+import atexit
 import pickle
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 from torch.futures import Future
 
+from dataparallel import _torch
 from dataparallel.comm import nccl
+from dataparallel.devices import CPU
 from dataparallel.forks import in_forked_child
-from dataparallel.machines.collectives import SLICE, Link, Staged, Transfer, all_reduce, reduce_scatter, send_sums
-from dataparallel.machines.descriptions import differences
-from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed, copy_error
+from dataparallel.machines.collectives import (
+    SLICE,
+    Link,
+    Staged,
+    Transfer,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    send_sums,
+    stage,
+)
+from dataparallel.machines.descriptions import differences, of_ranks
+from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed
+from dataparallel.machines.group import GroupState, Item, Queue, Result, issuer, states
 from dataparallel.threads.pool import Outcome
-
-if TYPE_CHECKING:
-    from dataparallel.machines.group import Machines
 
 GRACE = 2.0
 """Seconds that a communication hook has to end here after another rank has failed."""
-
-IDLE = 2.0
-"""Seconds after which the thread ends if there is nothing to do."""
-
-AT_EXIT = 1.0
-"""Seconds that the end of the interpreter waits for a thread."""
 
 _FRAME, _LENGTH = 1024, 8  # bytes of a word's first message, and of the length at its beginning
 
 _Pauses = Iterator[None]
 """A generator that yields where it has to wait. The thread then runs other lanes, and resumes it later."""
 
-
-class Result:
-    """The future of one item of a lane. Messages call the item ``what``; ``number`` is its place in the epoch."""
-
-    def __init__(self, lane: Lane, what: str, epoch: int, number: int) -> None:
-        self.what, self.lane, self.epoch, self.number = what, lane, epoch, number
-        self._decided = threading.Event()
-        self._error: BaseException | None = None
-        self._result: Any = None
-
-    def wait(self) -> Any:
-        """The tensor of a collective, ready for the calling thread's current stream, or the words of all ranks.
-
-        Raises a `MachinesError`, or what a collective or a communication hook has raised on this rank.
-        """
-        state = self.lane.state
-        state.check_process()
-        check = state.wait_check(self)
-        while not self._decided.wait(SLICE):
-            check()
-        if self._error is not None:
-            raise copy_error(self._error)
-        if isinstance(self._result, Transfer):
-            # A transfer can be waited for once, so its tensor replaces it here for a second wait.
-            try:
-                self._result = self._result.wait(check)
-            except MachinesError:
-                raise
-            except RuntimeError as error:
-                raise copy_error(state.error_of(self, error)) from error
-        return self._result
-
-    def settle(self, seconds: float) -> None:
-        """Waits until the item has been issued, or has failed, for this long at most."""
-        self._decided.wait(max(0.0, seconds))
-
-    def has_arrived(self) -> bool:
-        """True if what is received can be sent on."""
-        return self._decided.is_set() and (not isinstance(self._result, Transfer) or self._result.has_arrived())
-
-    def transfer(self) -> Transfer:
-        """The collective that has been issued, for the issuing thread to send on what it has received."""
-        if self._error is not None:
-            raise copy_error(self._error)
-        transfer: Transfer = self._result
-        return transfer
-
-    def succeed(self, result: Any) -> None:
-        self._result = result
-        self._decided.set()
-
-    def fail(self, error: BaseException) -> None:
-        if not self._decided.is_set():
-            self._error = error
-            self._decided.set()
+_given: dict[int, tuple[Any, Machines]] = {}
+"""Users' groups by their ids, with their `Machines`. They are held until they are destroyed, on all ranks alike."""
+_products: dict[tuple[int, ...], int] = {}
+"""How many products of the same ranks were made."""
+_lock = threading.Lock()
 
 
 def masks_of(end: Result) -> tuple[list[bool], list[Any]]:
@@ -124,45 +78,14 @@ def masks_of(end: Result) -> tuple[list[bool], list[Any]]:
     return [any(of_ranks) for of_ranks in zip(*(mask for mask, _, _ in said), strict=True)], [e for _, _, e in said]
 
 
-@dataclass
-class Item:
-    """One item of a lane.
+class Lane(Queue):
+    """A sequence of items of the ranks of ``machines``. All of them make their lanes in one order."""
 
-    Attributes:
-        results: one for each of ``calls``; a word and a hook have one.
-        text: what has to be equal on all ranks; ``None`` for what nothing has to be compared for.
-        calls: of a collective: each takes a `Link` and returns a `Transfer`. Of a hook: ``begin`` and ``check``.
-        over: the ranks of a collective: those of the lane, or some of them.
-        after: results that have to arrive before the item is issued.
-        is_hook: ``begin`` sends anything itself, and returns a future, which the thread waits for.
-        value: of a word.
-    """
-
-    results: Sequence[Result]
-    text: str | None
-    calls: Sequence[Callable[..., Any]] = ()
-    over: Machines | None = None
-    after: Sequence[Result] = ()
-    is_hook: bool = False
-    value: Any = None
-
-
-class Lane:
-    """A sequence of items of the ranks of ``machines``. All of them make their lanes in one order.
-
-    Attributes:
-        history: a checksum of the texts of all collectives in this epoch. Ranks that have added the same have the same.
-        connections: of this epoch: "words", and others by the places of ranks in the group.
-    """
-
-    history: int
-    _count: int
-    _issued: int
-
-    def __init__(self, machines: Machines, purpose: str, number: int) -> None:
-        self.machines, self.state, self.number = machines, machines.state, number
-        self.name = f"{purpose} {number}"
-        self._begin_epoch()
+    def __init__(self, machines: Machines, purpose: str) -> None:
+        self.machines, self.number = machines, machines.state.lane_count
+        super().__init__(machines.state, f"{purpose} {self.number}", machines.places)
+        self.state.lane_count += 1
+        self.state.lanes.add(self)
 
     # ---- what forms call
 
@@ -182,7 +105,7 @@ class Lane:
         The thread calls ``calls`` in the order in which items were added. If one raises, no rank can go on in the
         epoch. ``text`` says whatever decides sizes and dtypes. ``epoch``: that in which the step has begun here.
         """
-        return self._add(kind, what, epoch, text=text, calls=calls, over=over or self.machines, after=after)
+        return self._add(kind, what, epoch, text=text, calls=calls, over=(over or self.machines).places, after=after)
 
     def add_sums(
         self, kind: str, what: Sequence[str], staged: Sequence[Staged | Result], device: torch.device, **options: Any
@@ -233,7 +156,7 @@ class Lane:
 
     def _add(self, kind: str, what: Sequence[str], epoch: int, **options: Any) -> list[Result]:
         self.state.check_process()
-        with issuer().changed:
+        with issuer.changed:
             results = [Result(self, f"{name} of {kind!r}", epoch, self._count) for name in what]
             error = self.state.why_not(epoch)
             if error is None and results:
@@ -241,57 +164,29 @@ class Lane:
                 item = Item(results, **options)
                 if item.calls and item.text is not None:
                     self.history = zlib.crc32(item.text.encode(), self.history)
-                self._items.append(item)
-                issuer().run(self)
+                self.items.append(item)
+                issuer.run(self, self.advance)
         if error is not None:
             for result in results:
                 result.fail(error)
         return results
 
-    # ---- what `GroupState` calls, with ``issuer().changed`` held
-
-    def _begin_epoch(self) -> None:
-        self._items: deque[Item] = deque()
-        self._steps: Iterator[None] | None = None
-        self._count = self._issued = self._before = self.history = 0
-        self._seen: set[tuple[int, int]] = set()  # pairs of items, by hashes of their texts
-        self.connections: dict[tuple[int, ...] | str, Any] = {}
-
-    def drop(self, error: BaseException) -> int:
-        """Drops all items for a new epoch, and makes their waits raise. Returns how many items had been issued."""
-        items, issued = self._items, self._issued
-        self._begin_epoch()
-        for item in items:
-            for result in item.results:
-                result.fail(error)
-        return issued
-
     # ---- the issuing thread
-
-    @property
-    def has_items(self) -> bool:
-        return bool(self._items)
-
-    @property
-    def waits_for_results(self) -> bool:
-        """True if nobody wakes the thread when the next item can be issued: gloo tells only of some collectives."""
-        items = self._items
-        return bool(items) and bool(items[0].after)
 
     def advance(self) -> None:
         """Issues items until one of them has to wait, or none is left."""
-        with issuer().changed:
+        with issuer.changed:
             if self._steps is None:
-                self._steps = self._issue_all(self._items)
+                self._steps = self._issue_all(self.items)
             steps = self._steps
         for _ in steps:  # to the next pause
             return
-        with issuer().changed:
+        with issuer.changed:
             if self._steps is steps:
                 self._steps = None
 
     def _issue_all(self, items: deque[Item]) -> _Pauses:
-        while items and items is self._items:
+        while items and items is self.items:
             item = items[0]
             result = item.results[0]
             try:
@@ -301,8 +196,8 @@ class Lane:
             except BaseException as error:
                 self._fail(item, error)
                 del error
-            with issuer().changed:
-                if items is self._items and items and items[0] is item:
+            with issuer.changed:
+                if items is self.items and items and items[0] is item:
                     items.popleft()
                     self._issued += 1
             del item, result  # while the generator waits it holds neither
@@ -322,20 +217,31 @@ class Lane:
         if item.is_hook:
             # All ranks have come to this hook, so none has failed before it, or in the one before.
             yield from self._gather(result, "a hook", None)
-            yield from self.state.turns.take(self, result)
+            yield from self._take_turn(result)
             self._run_hook(item, *item.calls)
             result.succeed(None)
             return
-        assert item.over is not None
-        over = item.over
-        gloo = yield from self.connect(result, over.places)
-        if self.state.has_nccl:
-            yield from self.state.turns.take(self, result)
-        link = Link(over.rank, over.size, gloo, over.nccl() if over.has_nccl else None, over)
+        state, over = self.state, item.over
+        gloo = yield from self.connect(result, over)
+        if state.has_nccl:
+            yield from self._take_turn(result)
+        communicators = state.communicators(over) if state.has_nccl else None
+        link = Link(over.index(state.rank), len(over), gloo, communicators, state)
         # Held for all devices of the item, so that other launches on them come before it or after it on each.
-        with nccl.launching if over.has_nccl else nullcontext():
+        with nccl.launching if state.has_nccl else nullcontext():
             for each, call in zip(item.results, item.calls, strict=True):
                 each.succeed(call(link))
+
+    def _take_turn(self, result: Result) -> _Pauses:
+        """Returns when the lane may launch. The caller then does so, without another pause."""
+        turns = self.state.turns
+        if self.state.size == 1:
+            return
+        gloo = yield from self.connect(result, "turns")
+        if self.state.rank == 0:
+            gloo.broadcast([torch.tensor([self.number])], distributed.BroadcastOptions())
+        else:
+            yield from self._until(result, lambda: turns.is_of(self.number, gloo))
 
     def _run_hook(self, item: Item, begin: Callable[[], Any], check_result: Callable[[], object]) -> None:
         """Runs a communication hook, which sends messages over a group of the user.
@@ -378,7 +284,7 @@ class Lane:
         rows = [torch.empty_like(own) for _ in range(self.machines.size)]
         work = gloo.allgather([rows], [own])
         future = work.get_future()  # it is done before the work says that it is completed
-        future.add_done_callback(issuer().wake)
+        future.add_done_callback(issuer.wake)
         yield from self._until(result, future.done)
         work.wait()  # raises its error
         return [row.numpy().tobytes() for row in rows]
@@ -408,7 +314,7 @@ class Lane:
 
             def connect() -> None:
                 outcome.fill(partial(self.state.connect, self, key, result.epoch))
-                issuer().wake()
+                issuer.wake()
 
             threading.Thread(target=connect, daemon=True).start()
             yield from self._until(result, lambda: (outcome.value or outcome.error) is not None)
@@ -452,114 +358,180 @@ def is_of_network(error: BaseException) -> bool:
     return isinstance(error, distributed.DistError) or "/gloo/" in text or "caused pair closure" in text
 
 
-class Turns:
-    """Whose turn it is, where launches of all lanes need one order: NCCL hangs if ranks launch in different ones.
+class Machines:
+    """Ranks that send together: all of a group, or some. They have ``places`` in the group, and ``ranks`` of all."""
 
-    Rank 0 launches what is ready there, and tells the others, one small broadcast for each launch, which lane it was.
-    They launch the next item of that lane. Only the issuing thread uses this. A new epoch has a new object.
-    """
+    def __init__(self, state: GroupState, places: Sequence[int]) -> None:
+        self.state, self.places = state, tuple(places)
+        self.ranks = [state.ranks[place] for place in places]
+        self.rank, self.size = self.places.index(state.rank), len(self.places)
+        self._names: dict[torch.device, str] = {}  # of the devices that have a communicator of NCCL
+        self._made: dict[Any, Any] = {}
+        self.words, self._tensors = self.lane("words"), self.lane("tensors")  # outside of steps
 
-    def __init__(self) -> None:
-        self.connections: dict[Any, Any] = {}
-        self._next: int | None = None
-        self._told: tuple[torch.Tensor, Any] | None = None
+    @staticmethod
+    def of(group: distributed.ProcessGroup) -> Machines:
+        """The machines of the group: the same object each time, until the group is destroyed."""
+        with _lock:
+            for key, (known, _) in [*_given.items()]:
+                if not _exists(known):
+                    del _given[key]
+            if id(group) not in _given:
+                rank = distributed.get_rank(group)
+                if rank < 0:
+                    raise ValueError(
+                        "this process is no rank of the process group: give a group to each of its ranks only"
+                    )
+                ranks = distributed.get_process_group_ranks(group)
+                backends = _backends(group)
+                timeout = _torch.group_timeout(group, torch.device(next(iter(backends)))).total_seconds()
+                state = GroupState("given", ranks, rank, backends, timeout, group.get_group_store())
+                _given[id(group)] = group, Machines(state, range(len(ranks)))
+            return _given[id(group)][1]
 
-    def take(self, lane: Lane, result: Result) -> _Pauses:
-        """Returns when the lane may launch. The caller then does so, without another pause."""
-        if lane.state.size == 1:
-            return
-        gloo = yield from lane.connect(result, "turns")
-        options = distributed.BroadcastOptions()
-        if lane.state.rank == 0:
-            gloo.broadcast([torch.tensor([lane.number])], options)
-            return
-        check = lane.state.wait_check(result)
-        while not self._is_of(lane.number, gloo, options):
-            check()
-            yield
+    @property
+    def epoch(self) -> int:
+        """A step has that in which it begins."""
+        return self.state.epoch
 
-    def _is_of(self, number: int, gloo: Any, options: Any) -> bool:
-        if self._next is None:
-            if self._told is None:
-                told = torch.empty(1, dtype=torch.int64)
-                self._told = told, gloo.broadcast([told], options).get_future()
-                self._told[1].add_done_callback(issuer().wake)
-            told, future = self._told
-            if not future.done():
-                return False
-            future.wait()
-            self._next, self._told = int(told), None
-            issuer().wake()  # another lane may have waited for this
-        if self._next != number:
-            return False
-        self._next = None
-        return True
+    def names(self, ranks: Iterable[int]) -> str:
+        """Ranks of these machines in words, by their global numbers."""
+        return of_ranks(self.ranks[rank] for rank in ranks)
+
+    def describe(self) -> str:
+        """The number of this machine, for messages."""
+        return f"machine {self.rank} of {self.size}"
+
+    # ---- lanes, and machines with other ranks: all ranks ask for them in one order
+
+    def lane(self, purpose: str) -> Lane:
+        """Makes a lane."""
+        return Lane(self, purpose)
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def product(self, other: Machines) -> Machines:
+        """All ranks of a mesh of which ``self`` is a row and ``other`` a column; the same object each time."""
+
+        def make() -> Machines:
+            rows = other.all_gather_object(self.ranks)
+            ranks = sorted({rank for row in rows for rank in row})
+            world: Any = distributed.group.WORLD
+            place, store = ranks.index(distributed.get_rank()), world.get_group_store()
+            with _lock:
+                number = _products[tuple(ranks)] = _products.get(tuple(ranks), 0) + 1
+            mine = self.state
+            state = GroupState(f"product {number} {ranks}", ranks, place, mine.backends, mine.timeout, store)
+            return Machines(state, range(len(ranks)))
+
+        made: Machines = self._once(("product", *other.ranks), make)
+        return made
+
+    def part(self, ranks: Sequence[int]) -> Machines:
+        """Some of the ranks, among them this one; the same object each time."""
+        places = tuple(self.state.ranks.index(rank) for rank in ranks)
+        made: Machines = self if places == self.places else self._once(places, lambda: Machines(self.state, places))
+        return made
+
+    # ---- devices
+
+    def can_send(self, device: torch.device) -> bool:
+        """True if tensors on the device are sent directly. Otherwise they go through host memory.
+
+        gloo could take tensors of accelerators too, but no event of ours orders its copies.
+        """
+        return device == CPU or self.is_nccl(device)
+
+    def is_nccl(self, device: torch.device) -> bool:
+        """True if tensors on the device go through NCCL, whose collectives run on streams."""
+        return self.state.is_nccl(device)
+
+    def make_communicators(self, devices: Iterable[torch.device]) -> None:
+        """Makes NCCL's communicators for these devices now. Otherwise the first collective on a device would block.
+
+        All ranks call it, in one order, with as many devices. It does nothing for other backends.
+        """
+        new = [each for each in dict.fromkeys(devices) if self._is_new(each)]
+        if new:
+            staged = [stage(self, torch.zeros(1, device=device)) for device in new]
+            what = [f"the communicator of {device}" for device in new]
+            calls = [partial(all_reduce, each) for each in staged]
+            text = f"communicators for {len(new)} devices"
+            for result in self.words.launch("communicators", what, calls, text, epoch=self.epoch):
+                result.wait().item()
+            self.note_communicators(new)
+
+    def names_of(self, devices: Iterable[torch.device]) -> list[str]:
+        """For each device a name such as ``cuda 0``. Ranks that send from devices of one name have one communicator.
+
+        Names follow from the order in which devices come, and indices need not agree on the ranks. With NCCL, ranks
+        that send from devices of different names would wait for each other for ever.
+        """
+        names = {**self._names}
+        for device in devices:
+            if device not in names:
+                names[device] = f"{device.type} {sum(known.type == device.type for known in names)}"
+        return [names[device] for device in devices]
+
+    def note_communicators(self, devices: Sequence[torch.device]) -> None:
+        """Notes the communicators that NCCL has for these devices, whose names all ranks have compared."""
+        named = zip(devices, self.names_of(devices), strict=True)
+        self._names |= {device: name for device, name in named if self._is_new(device)}
+
+    def _is_new(self, device: torch.device) -> bool:
+        return self.is_nccl(device) and device not in self._names
+
+    # ---- what is sent outside of steps
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Gathers a small object that can be pickled from each rank, in rank order. The calling thread waits."""
+        found: list[Any] = self.words.gather("a word of each rank", "", value, epoch=self.epoch).wait()
+        return found
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """``[size, *shape]``: the tensors of all machines, which have one shape and dtype. All ranks call it."""
+        flat = tensor.detach().contiguous().view(-1)
+        staged = stage(self, flat, self.size * flat.numel())  # here, where the current stream has computed it
+        text = f"all_gather: {flat.numel()} x {flat.dtype} on {self.names_of([flat.device])[0]}"
+        kind, calls = "an operator on sharded tensors", [partial(all_gather, staged)]
+        (result,) = self._tensors.launch(kind, ["all_gather"], calls, f"{kind}\n{text}", epoch=self.epoch)
+        gathered: Tensor = result.wait()
+        self.note_communicators([flat.device])
+        return gathered.view(self.size, *tensor.shape)
 
 
-class Issuer:
-    """The thread that issues what lanes have. It runs each until it has to wait, and sleeps when all wait.
-
-    ``changed`` guards the items of all lanes, and `wake` notifies it. The thread is a daemon, as a launch may block.
-    """
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.is_closed = False
-        self._lanes: dict[Lane, None] = {}
-        self._is_awake = False
-        self._thread: threading.Thread | None = None
-
-    def run(self, lane: Lane) -> None:
-        """Runs the lane, which has a new item, from now on."""
-        with self.changed:
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="machines: issuing", daemon=True)
-                thread.start()  # if there can be no thread, nothing has changed
-                self._thread = thread
-            self._lanes[lane] = None
-            self.wake()
-
-    def wake(self, _: object = None) -> None:
-        with self.changed:
-            self._is_awake = True
-            self.changed.notify_all()
-
-    def close(self) -> None:
-        """Ends the thread, and makes waits raise, when the interpreter ends."""
-        self.is_closed = True
-        self.wake()
-        if self._thread is not None:
-            self._thread.join(AT_EXIT)
-
-    def _run(self) -> None:
-        while not self.is_closed:
-            with self.changed:
-                self._is_awake = False
-                lanes = [*self._lanes]
-            for lane in lanes:
-                lane.advance()
-                with self.changed:
-                    if not lane.has_items:
-                        self._lanes.pop(lane, None)
-            polls = any(lane.waits_for_results for lane in lanes)
-            lanes.clear()
-            lane = None  # type: ignore[assignment]
-            with self.changed:
-                if not self._is_awake and not self.is_closed:
-                    self.changed.wait(0.001 if polls else SLICE if self._lanes else IDLE)
-                if not self._is_awake and not self._lanes:
-                    self._thread = None
-                    return
+def _exists(group: Any) -> bool:
+    try:
+        return bool(distributed.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return False
 
 
-_issuer = Issuer()
+def _backends(group: distributed.ProcessGroup) -> dict[str, str]:
+    """The backend for each type of device, from torch's configuration, such as ``cpu:gloo,cuda:nccl``."""
+    found = {}
+    for part in distributed.get_backend_config(group).split(","):
+        device, _, name = part.partition(":")
+        # gloo and NCCL are also configured for devices that they do not take.
+        if name != "nccl" or device == "cuda":
+            found[device] = name
+    return found
 
 
-def issuer() -> Issuer:
-    return _issuer
+@atexit.register
+def _close_at_exit() -> None:
+    issuer.close()
+    own = [state for state in states if state.is_of_this_process]
+    for state in own:
+        state.close()
+    if own:
+        _given.clear()  # torch ends the threads of a group when nobody holds it
 
 
 @in_forked_child
 def _start_afresh_after_fork() -> None:
-    global _issuer
-    _issuer = Issuer()
+    global _lock
+    _lock = threading.Lock()

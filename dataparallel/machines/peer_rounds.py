@@ -19,7 +19,7 @@ from dataparallel.autograd.node import Node
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass
 from dataparallel.batches.structures import tensors_in
 from dataparallel.machines.collectives import all_to_all, stage
-from dataparallel.machines.group import Machines
+from dataparallel.machines.lanes import Machines
 
 _FORWARD, _BACKWARD = "a collective across machines", "the backward of a collective across machines"
 Sizes: TypeAlias = Sequence[Sequence[int]]

@@ -20,8 +20,8 @@ from dataparallel.comm.buckets import Bucket, fill_buckets, flatten, has_strides
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.machines.collectives import broadcast, stage
 from dataparallel.machines.descriptions import as_text
-from dataparallel.machines.group import Machines
-from dataparallel.machines.lanes import Lane, Result
+from dataparallel.machines.group import Result
+from dataparallel.machines.lanes import Lane, Machines
 
 CAP_BYTES = 25 * 2**20
 """The size of the buckets in which values travel; a larger tensor has a bucket of its own."""

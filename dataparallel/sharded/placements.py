@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard as Shard
 from dataparallel.devices import CPU, current_device, resolve_each
 
 if TYPE_CHECKING:
-    from dataparallel.machines.group import Machines
+    from dataparallel.machines.lanes import Machines
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from dataparallel.sharded.placements import (
 )
 
 if TYPE_CHECKING:
-    from dataparallel.machines.group import Machines
+    from dataparallel.machines.lanes import Machines
 
 
 def empty_shards(

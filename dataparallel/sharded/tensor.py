@@ -26,7 +26,7 @@ from dataparallel.sharded.shards import copied_to, copy_shards, empty_shards, ga
 from dataparallel.threads.meetings import here
 
 if TYPE_CHECKING:
-    from dataparallel.machines.group import Machines
+    from dataparallel.machines.lanes import Machines
 
 
 Taker: TypeAlias = Callable[[Any, Tensor], object]

@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.sharded.units.calls import RootCall
+from dataparallel.sharded.units.sharded_unit import ShardedUnit
 from dataparallel.sharded.units.slot_unit import SlotUnit
+from dataparallel.sharded.units.tree import RootCall
+from dataparallel.sharded.units.unit import Unit
 from dataparallel.testing.cases import seeded, sgd
 from sharded_steps import on_device, sharded
 
@@ -52,15 +54,15 @@ class Record:
         """The lines of each slot."""
         return [self._lines.pop(slot, []) for slot in range(len(slots))]
 
-    def _add(self, what: str, of: SlotUnit) -> None:
-        self._lines[of.slot].append(f"{what} {of.unit.name.removeprefix('blocks.').replace('Net', 'root')}")
+    def _add(self, what: str, slot: int, unit: ShardedUnit) -> None:
+        self._lines[slot].append(f"{what} {unit.name.removeprefix('blocks.').replace('Net', 'root')}")
 
     def _before(self, monkeypatch: pytest.MonkeyPatch, name: str, what: str) -> None:
         real = getattr(RootCall, name)
 
-        def recorded(call: RootCall, slot_unit: SlotUnit, *args: Any) -> Any:
-            self._add(what, slot_unit)
-            return real(call, slot_unit, *args)
+        def recorded(call: RootCall, unit: Unit, slot: SlotUnit | int, *args: Any) -> Any:
+            self._add(what, slot.slot if isinstance(slot, SlotUnit) else slot, unit)
+            return real(call, unit, slot, *args)
 
         monkeypatch.setattr(RootCall, name, recorded)
 
@@ -72,7 +74,7 @@ class Record:
                 before = slot_unit.is_started
                 real(slot_unit, *args, **kwargs)
                 if slot_unit.is_started == becomes != before:
-                    self._add(what, slot_unit)
+                    self._add(what, slot_unit.slot, slot_unit.unit)
 
         monkeypatch.setattr(SlotUnit, name, recorded)
 

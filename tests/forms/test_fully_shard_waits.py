@@ -298,13 +298,13 @@ BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
     "slot_unit.py:SlotUnit.free:Event:1": (use_on_other_streams, "freed too early: "),
     "slot_unit.py:SlotUnit.free:wait_for:1": (use_on_other_streams, "freed too early: "),
     "slot_unit.py:SlotUnit.free:wait_for:2": (unshard_in_vain, "freed too early: .*copy_many, which writes"),
-    "tree.py:SumsOfPass._make_computing_wait:wait_for:1": (training, "sum_float32|_foreach_add_"),
-    "tree.py:SumsOfPass.drop_all:_make_computing_wait:1": (a_model_that_fails, "freed too early: "),
-    "tree.py:SumsOfPass.make_callers_wait:Event:1": (streams_that_change, "race: "),
-    "tree.py:SumsOfPass.make_callers_wait:wait_for:1": (streams_that_change, "race: "),
-    "tree.py:SumsOfPass.note_sums:Event:1": (training, "sum_float32|_foreach_add_"),
-    "tree.py:SumsOfPass.release_deliveries:make_wait:1": (training, "freed too early: .*sum_float32, which reads"),
-    "tree.py:SumsOfPass.wait_for_sums:_make_computing_wait:1": (training, "sum_float32|_foreach_add_"),
+    "gradients.py:SumsOfPass._make_computing_wait:wait_for:1": (training, "sum_float32|_foreach_add_"),
+    "gradients.py:SumsOfPass.drop_all:_make_computing_wait:1": (a_model_that_fails, "freed too early: "),
+    "gradients.py:SumsOfPass.make_callers_wait:Event:1": (streams_that_change, "race: "),
+    "gradients.py:SumsOfPass.make_callers_wait:wait_for:1": (streams_that_change, "race: "),
+    "gradients.py:SumsOfPass.note_sums:Event:1": (training, "sum_float32|_foreach_add_"),
+    "gradients.py:SumsOfPass.release_deliveries:make_wait:1": (training, "freed too early: .*sum_float32, which reads"),
+    "gradients.py:SumsOfPass.wait_for_sums:_make_computing_wait:1": (training, "sum_float32|_foreach_add_"),
     "tree.py:Tree.make_owners_wait:wait_for:1": (inference, "race: .*copy_many, which reads"),
     "tree.py:Tree._wait_for_optimizer:wait_for:1": (an_event_after_other_shards, "race: "),
     "tree.py:Tree.take_post_optim_event:GivenEvents:1": (an_event_after_the_optimizer, "race: copy_many reads"),
@@ -327,10 +327,10 @@ BY_COPIES: dict[str, tuple[Callable[[list], None], str]] = {
 """Guards of copies alone, and some that are theirs too."""
 
 ELSEWHERE = {
-    "calls.py:RootCall.gather_for_backward:make_wait:1",  # an order of launches: it costs time, and no value
+    "tree.py:RootCall.gather_for_backward:make_wait:1",  # an order of launches: it costs time, and no value
     "gradients.py:UnitGradients.add_up:release_deliveries:1",  # as for an owner that has delivered
     "slot_unit.py:SlotUnit._fill:Event:1",  # machines send
-    "tree.py:SumsOfPass.wait_for_sums:synchronize:1",  # the host adds: tests/sharded/units/test_gradients.py
+    "gradients.py:SumsOfPass.wait_for_sums:synchronize:1",  # the host adds: tests/sharded/units/test_gradients.py
     "shards.py:wait_for:make_wait:1",  # each use of it is a guard
     *(f"shards.py:TreeStreams.meet:{call}:1" for call in ("wait_for", "Event")),  # each purpose is one
 }
@@ -342,8 +342,8 @@ HELD = {
     "gradients.py:UnitGradients._take:release_deliveries:1",
     "slot_unit.py:SlotUnit._fill:Event:2",
     "slot_unit.py:SlotUnit._fill:wait_for:2",
-    "tree.py:SumsOfPass.drop_all:_make_computing_wait:1",
-    "tree.py:SumsOfPass.release_deliveries:make_wait:1",
+    "gradients.py:SumsOfPass.drop_all:_make_computing_wait:1",
+    "gradients.py:SumsOfPass.release_deliveries:make_wait:1",
 }
 """Guards of memory alone, which on CUDA is held until the host knows that peers are done (``comm.streams.held``)."""
 

@@ -12,7 +12,7 @@ import torch
 from torch.futures import Future
 
 from dataparallel.machines.errors import PeerGone
-from dataparallel.machines.lanes import Result
+from dataparallel.machines.group import Result
 from machine_ranks import all_machines, hooked, on_mortal_machines, said, summed
 
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough

@@ -11,8 +11,8 @@ import torch
 from torch import distributed
 
 from dataparallel.machines.errors import MachinesDiffer, PeerFailed
-from dataparallel.machines.group import Machines
-from dataparallel.machines.lanes import Lane, Result, masks_of
+from dataparallel.machines.group import Result
+from dataparallel.machines.lanes import Lane, Machines, masks_of
 from machine_ranks import all_machines, on_machines, summed
 
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough

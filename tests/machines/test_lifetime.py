@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dataparallel.machines.lanes import issuer
+from dataparallel.machines.group import issuer
 from machine_ranks import all_machines, on_machines, said, summed
 from processes import environment
 
@@ -25,7 +25,7 @@ distributed.init_process_group(
     "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=100)
 )
 from dataparallel.machines.collectives import stage
-from dataparallel.machines.group import Machines
+from dataparallel.machines.lanes import Machines
 machines = Machines.of(distributed.group.WORLD)
 lane = machines.lane("steps")
 if what != "word":
@@ -110,7 +110,7 @@ def forks(rank: int, devices: list[torch.device]) -> None:
     machines = all_machines()
     lane = machines.lane("steps")
     launched = summed(lane, torch.ones(1))
-    with issuer().changed:  # as another thread may hold it at a fork
+    with issuer.changed:  # as another thread may hold it at a fork
         child = os.fork()
     if child == 0:
         calls = [launched.wait, lambda: lane.end("backward", [], epoch=0), lambda: machines.all_gather_object(1)]

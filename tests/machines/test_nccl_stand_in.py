@@ -21,7 +21,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from dataparallel.machines.collectives import all_reduce, reduce_scatter, stage
-from dataparallel.machines.group import Machines
+from dataparallel.machines.lanes import Machines
 
 rank, world = int(os.environ["TEST_RANK"]), int(os.environ["TEST_WORLD"])
 device = torch.device("cuda", rank)

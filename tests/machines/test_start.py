@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel.machines.group import Machines
+from dataparallel.machines.lanes import Machines
 from dataparallel.machines.start import compare, describe, send_values
 from machine_ranks import all_machines, on_machines, said
 

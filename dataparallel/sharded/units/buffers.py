@@ -1,5 +1,7 @@
 """`Layout` says where a unit's parameters lie in flat buffers, `FullBuffer` is a slot's memory for full parameters.
 
+`PeerTables` has the tables by which kernels that read peers gather parameters and sum gradients.
+
 An owner's *flat shard* holds its shard of each parameter. The flat shards of all owners are the rows of the *gathered*
 matrix, where a parameter is a range of columns. A *full* buffer holds the parameters themselves, each contiguous. The
 layout of per-parameter sharding follows FSDP2 (``torch.distributed.fsdp.fully_shard``).
@@ -12,12 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
-from dataparallel.comm.kernels import DeviceTable
+from dataparallel.comm.kernels import ADDRESSES, DeviceTable, sum_kernel
+from dataparallel.comm.tables import Part, all_gather, reduce_scatter
 from dataparallel.replicas.stamp import layouts_of
 from dataparallel.sharded.placements import Shard, shard_shapes
 
@@ -150,8 +154,44 @@ class Layout:
         return grad.reshape(self.owners if columns.is_even else len(grad) if grad.dim() else 1, -1)
 
 
+DtypeGroup: TypeAlias = "tuple[list[int], Layout, torch.dtype]"
+"""Parameters of one dtype: their positions in the unit, their layout, the dtype."""
+
+
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(max(size, 1) for size in shape[i + 1 :]) for i in range(len(shape)))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of a unit. ``None`` means the dtype of the parameters, and for sums the dtype of the gradients."""
+
+    parameters: torch.dtype | None = None
+    sums: torch.dtype | None = None
+    outputs: torch.dtype | None = None
+    casts_inputs: bool = True
+
+    def on_slots(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype of the full parameters for sharded parameters of ``dtype``."""
+        return self.parameters or dtype if dtype.is_floating_point else dtype
+
+    def of_sums(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype in which slots deliver gradients of parameters of ``dtype``."""
+        return self.sums or self.on_slots(dtype) if dtype.is_floating_point else dtype
+
+    def of_inputs(self, arguments: Any) -> Any:
+        """Returns the arguments of a call, cast if they are to be."""
+        return _cast(arguments, self.parameters) if self.casts_inputs else arguments
+
+    def of_outputs(self, output: Any) -> Any:
+        """Returns the output of a call, cast if it is to be."""
+        return _cast(output, self.outputs)
+
+
+def _cast(structure: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return structure
+    return _torch.pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, structure)
 
 
 def added_in(summed: torch.dtype, dtype: torch.dtype) -> torch.dtype:
@@ -177,7 +217,7 @@ class FullBuffer:
 
     Attributes:
         tensors: the parameters, views of one storage. Reading them while it has no bytes crashes the process.
-        gathered: the matrix that has arrived, until `fill` copies from it; or ``None``.
+        gathered: the matrix or the copy that has arrived, until `fill` copies from it; or ``None``.
         nbytes: the size of the memory, while there is some.
     """
 
@@ -197,9 +237,9 @@ class FullBuffer:
         self._layout_of_gathered: Layout | None = layout  # `None`: it is a copy of a full buffer
         self.free()
 
-    def pull(self, pieces: Sequence[Tensor], first: int, layout: Layout | None = None) -> None:
+    def pull(self, pieces: Sequence[Tensor], first: int, layout: Layout) -> None:
         """Copies the pieces into a new matrix. Begins with piece ``first``, so that slots pull from distinct owners."""
-        self._layout_of_gathered = layout = layout or self.layout
+        self._layout_of_gathered = layout
         matrix = self._buffer.new_empty(layout.owners, layout.numel)
         rows = matrix if len(matrix) == len(pieces) else matrix.view(len(pieces), -1)  # several for a piece of machines
         order = [(first + i) % len(pieces) for i in range(len(pieces))]
@@ -211,15 +251,10 @@ class FullBuffer:
         table.launch([*pieces, self._buffer])
         self._layout_of_gathered = layout
 
-    def set_gathered(self, gathered: Tensor, is_matrix: bool = True) -> None:
-        """Takes over a matrix, or a copy of another slot's full buffer, for `fill`."""
-        self._layout_of_gathered, self.gathered = self.layout if is_matrix else None, gathered
-
-    def copy_to(self, device: torch.device) -> Tensor:
-        """Returns a copy of the full buffer on the device of another slot, for `set_gathered` there."""
-        copied = torch.empty_like(self._buffer, device=device)
-        comm.broadcast(self._buffer, out=[copied])
-        return copied
+    def copy_from(self, other: FullBuffer) -> None:
+        """Copies the full buffer of another slot, for `fill`."""
+        self._layout_of_gathered, self.gathered = None, torch.empty_like(self._buffer)
+        comm.broadcast(other._buffer, out=[self.gathered])
 
     @property
     def flat(self) -> Tensor:
@@ -261,3 +296,125 @@ class FullBuffer:
         if not keeps_memory:
             self._storage.resize_(0)
         self._is_filled = False
+
+
+Gradients: TypeAlias = "Tensor | Sequence[Tensor | None]"
+"""What a slot delivers for parameters of one dtype. Most often kernels add the gradients where autograd left them.
+
+Otherwise they are packed into a matrix in the layout of the gathered one, with a row for each owner on this machine.
+Over machines a row has the parts of this owner on every machine. Without anything it is an empty tuple.
+"""
+
+
+def parts_of(layout: Layout) -> list[Part]:
+    """Describes how the parameters of a layout are cut, for the plans of ``comm.tables``."""
+    return [
+        Part(columns.start, in_full, tuple(shape.numel() for shape in columns.shard_shapes))
+        for columns, in_full in zip(layout.columns, layout.full_offsets, strict=True)
+    ]
+
+
+class _Sum(NamedTuple):
+    """The sum of some parameters of one dtype for one owner, by one launch: of those from ``first`` up to ``end``."""
+
+    first: int
+    end: int
+    parts: list[Part]
+    table: DeviceTable
+
+
+class PeerTables:
+    """The tables of one unit, on the devices that launch them. Those of gathers are copied there, on current streams.
+
+    Each owner needs a table for the sums of each dtype, and each slot one for each dtype that it gathers.
+
+    A slot pulls its full parameters straight from the owners' shards by one launch. An owner sums its rows straight
+    from where autograd left the gradients, by one launch too. Without such kernels pieces are packed and copied.
+
+    ``gathered``, ``groups``: for each dtype all parameters, and those that need gradients.
+
+    Attributes:
+        summed: for each dtype of parameters that need gradients, the dtype of gradients that kernels add where they
+            lie; ``None`` if they add none.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[torch.device],
+        precision: Precision,
+        gathered: Sequence[DtypeGroup],
+        groups: Sequence[DtypeGroup],
+    ) -> None:
+        self._slots, self._precision, self._groups = slots, precision, groups
+        self._dtypes = [precision.on_slots(dtype) for _, _, dtype in gathered]
+        self._gathers: dict[tuple[int, int, int], DeviceTable] = {}
+        for slot in range(len(slots)):
+            for at, (_, layout, _) in enumerate(gathered):
+                self.gather(slot, at, layout)
+        self._sums: dict[tuple[int, int, torch.dtype], list[_Sum]] = {}
+        self.summed = [self._dtype_summed(dtype) for _, _, dtype in groups]
+
+    def _dtype_summed(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Returns the dtype in which gradients come if the sum only widens it, else the one in which slots deliver."""
+        delivered, come = self._precision.of_sums(dtype), self._precision.on_slots(dtype)
+        are_widened = torch.promote_types(come, delivered) == delivered
+        may_be = [each for each in (come, delivered) if each == delivered or are_widened]
+        return next((each for each in may_be if sum_kernel(each, added_in(delivered, dtype)) is not None), None)
+
+    def gather(self, slot: int, at: int, layout: Layout) -> DeviceTable:
+        """Returns the table for dtype number ``at`` by which a slot pulls the pieces of a layout into its full buffer.
+
+        A table for pieces of a group of slots is made when it is first asked for, on the slot's current stream.
+        """
+        key = slot, at, layout.owners
+        if key not in self._gathers:
+            plan = all_gather(parts_of(layout), slot % layout.owners)
+            self._gathers[key] = DeviceTable(plan, self._slots[slot], self._dtypes[at])
+        return self._gathers[key]
+
+    def _sums_of(self, at: int, owner: int, summed: torch.dtype) -> list[_Sum]:
+        """Returns the tables for an owner's sums of gradients of a dtype, made on the current stream of its device."""
+        key = at, owner, summed
+        if key not in self._sums:
+            _, layout, dtype = self._groups[at]
+            slots, parts = len(self._slots), parts_of(layout)
+            at_once = (ADDRESSES - 2) // slots  # parameters of one launch
+            target = added_in(self._precision.of_sums(dtype), dtype)
+            self._sums[key] = []
+            for first in range(0, len(parts), at_once):
+                some = parts[first : first + at_once]
+                table = DeviceTable(reduce_scatter(some, owner, slots), self._slots[owner], summed, target)
+                self._sums[key].append(_Sum(first, first + len(some), some, table))
+        return self._sums[key]
+
+    def reduce_scatter(self, unit: str, at: int, delivered: Sequence[Gradients], totals: Sequence[Tensor]) -> None:
+        """Adds each owner's rows of what the slots have delivered into its total, on the current streams.
+
+        ``delivered``: of each slot. Where no slot has a gradient, totals stay as they are.
+        """
+        layout = self._groups[at][1]
+        dtypes = {each.dtype if isinstance(each, Tensor) else self.summed[at] for each in delivered if len(each)}
+        if len(dtypes) > 1:
+            raise RuntimeError(
+                f"some slots hold gradients of the unit {unit!r} since before this backward, and others do "
+                "not know: call set_requires_gradient_sync() between passes of backward, not inside of one"
+            )
+        dtype = next(iter(dtypes), None)
+        if dtype is None:
+            return
+        of_owners = [self._sums_of(at, owner, dtype) for owner in range(len(totals))]
+        has_matrices = any(isinstance(each, Tensor) for each in delivered)
+        for of_parameters in zip(*of_owners, strict=True):  # the same ones, for each owner
+            first, end, parts, _ = of_parameters[0]
+            terms: list[Tensor | None] = []
+            for each in delivered:
+                some = [each] * len(parts) if isinstance(each, Tensor) else each[first:end]
+                terms += some or [None] * len(parts)  # a slot may have delivered nothing
+            for owner, (found, total) in enumerate(zip(of_parameters, totals, strict=True)):
+                if not has_matrices:
+                    found.table.launch([*terms, total])
+                    continue
+                # In a matrix the owner's rows of all parameters follow each other.
+                rows = [owner * layout.numel + part.in_shard - sum(part.counts[:owner]) for part in parts]
+                shifts = [row if isinstance(each, Tensor) else 0 for each in delivered for row in rows]
+                found.table.launch([*terms, total], [*shifts, 0])

@@ -1,48 +1,36 @@
 """`UnitGradients` takes the deliveries of one unit from all slots, and has them summed when every slot has delivered.
 
 It adds in slot order, so the bits are the same in every run. Kernels add gradients where autograd left them
-(``peer_tables``). Otherwise a slot packs its gradients into a matrix with a row for each owner, and each owner copies
-its rows and adds them.
+(`buffers.PeerTables`). Otherwise a slot packs its gradients into a matrix with a row for each owner, and each owner
+copies its rows and adds them. `SumsOfPass` is what the sums of all units share in one pass of backward.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dataparallel import _torch, comm
+from dataparallel import comm
+from dataparallel.autograd.pass_of_backward import error_of_failed_pass
 from dataparallel.comm import settings
 from dataparallel.comm.streams.current import Event, current_streams, streams_joined, streams_set
-from dataparallel.gradients.gradient_sums import hooked
+from dataparallel.comm.streams.held import hold
 from dataparallel.profiling import stage
 from dataparallel.sharded import operators
 from dataparallel.sharded.tensor import ShardedTensor, Taker, divided_like, hand_over, is_divided_alike
-from dataparallel.sharded.units.buffers import Layout, added_in, naming_out_of_memory
+from dataparallel.sharded.units.buffers import Gradients, Layout, PeerTables, added_in, naming_out_of_memory
+from dataparallel.sharded.units.sharded_unit import FormerGrad, PassGradients, ShardedUnit
 from dataparallel.sharded.units.shards import wait_for
 
 if TYPE_CHECKING:
-    from dataparallel.sharded.units.peer_tables import PeerTables
-    from dataparallel.sharded.units.tree import SumsOfPass
-    from dataparallel.sharded.units.unit import Unit
-
-
-DtypeGroup: TypeAlias = "tuple[list[int], Layout, torch.dtype]"
-"""Parameters of one dtype that need gradients: their positions in the unit, their layout, the dtype."""
-
-Gradients: TypeAlias = "Tensor | Sequence[Tensor | None]"
-"""What a slot delivers for parameters of one dtype. Most often kernels add the gradients where autograd left them.
-
-Otherwise they are packed into a matrix in the layout of the gathered one, with a row for each owner on this machine.
-Over machines a row has the parts of this owner on every machine. Without anything it is an empty tuple.
-"""
+    from dataparallel.sharded.units.over_machines import SumsOverMachines
 
 
 @dataclass
@@ -79,163 +67,124 @@ class Delivery:
         return found
 
 
-NewGradients: TypeAlias = dict[int, list[ShardedTensor]]
-"""By the ``id`` of a parameter: sums of one pass that are not in ``.grad`` yet."""
+@dataclass
+class SumsOfPass:
+    """The state that the sums of all units of a tree share in one pass of backward.
 
-
-class PassGradients:
-    """The gradients of one backward: what units have summed, and what the engine has brought to parameters directly.
-
-    Passes of several trees in one backward share it, because these trees may share units, and hooks run once.
-
-    They go to ``.grad`` when the pass has succeeded, and a pass that fails changes no ``.grad``: its threads may still
-    sum when the caller has zeroed all gradients.
+    Attributes:
+        computing: the computing stream of each accelerator, as in forward.
+        callers: the streams that were current where ``backward()`` was called. They may be others.
+        in_flight: for each slot the deliveries whose sums have been launched, each with an event after its last read.
+        last_sums: for each owner an event after its last sum.
+        host_additions: functions that add sums to gradients on the host, once the events in ``last_sums`` have passed.
+        latest_sum: an event after all sums launched so far, which have read their deliveries by then.
+        restorers: functions that hold gradients of earlier passes on the slots again, called if the pass fails.
     """
 
-    def __init__(self) -> None:
-        self._parameters: dict[int, ShardedTensor] = {}
-        self._new: list[NewGradients] = []  # of each pass
-        self._direct: list[tuple[ShardedTensor, Any]] = []  # parameters, and what the engine has brought
-        self._open_passes = 0
-        self._has_failed = False
+    slots: int
+    computing: Mapping[torch.device, torch.Stream]
+    summed: PassGradients
+    in_flight: dict[int, list[tuple[Delivery, Event | None]]] = field(default_factory=dict)
+    last_sums: dict[int, Event] = field(default_factory=dict)
+    host_additions: list[Callable[[], object]] = field(default_factory=list)
+    latest_sum: Event | None = None
+    restorers: list[Callable[[], object]] = field(default_factory=list)
+    over_machines: SumsOverMachines | None = None
+    callers: set[torch.Stream] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin_pass(self) -> NewGradients:
-        """Begins a pass, and returns what it fills. `end_pass` or `fail_pass` follows."""
-        self._open_passes += 1
-        self._new.append({})
-        return self._new[-1]
+    def __post_init__(self) -> None:
+        self.new = self.summed.begin_pass()
 
-    def add_direct(self, parameter: ShardedTensor, gradient: Tensor) -> None:
-        """Adds a part of a gradient at the end of the backward, when the streams have waited for all sums."""
-        self._direct.append((parameter, gradient))
+    def hold_delivery(self, slot: int, delivery: Delivery, after_reads: Event | None) -> None:
+        """Keeps a delivery until `release_deliveries`. ``after_reads``: an event after all reads of it."""
+        with self._lock:
+            self.in_flight.setdefault(slot, []).append((delivery, after_reads))
 
-    def take_direct(self, parameters: Collection[ShardedTensor]) -> list[tuple[ShardedTensor, Any]]:
-        """Takes back what `add_direct` was given for these parameters."""
-        keys = {*map(id, parameters)}
-        taken = [pair for pair in self._direct if id(pair[0]) in keys]
-        self._direct = [pair for pair in self._direct if id(pair[0]) not in keys]
-        return taken
+    def note_sums(
+        self, adding: Mapping[int, torch.Stream], meet: Callable[[Iterable[Event]], Event | None]
+    ) -> Event | None:
+        """Notes that sums have been launched, for each owner on its stream, and returns an event after all sums so far.
 
-    def add_sum(self, of_pass: NewGradients, parameter: ShardedTensor, gradient: ShardedTensor) -> None:
-        """Adds a sum that nobody else holds."""
-        self._parameters[id(parameter)] = parameter
-        of_pass.setdefault(id(parameter), []).append(gradient)
-
-    def publish(self, of_pass: NewGradients) -> None:
-        """Makes new gradients the parameters' ``.grad`` where there is none, except those that hooks have to see."""
-        if self._has_failed:
-            raise RuntimeError(
-                "this backward has lost gradients: it shares modules with another one, which has failed. Zero the "
-                "gradients, and run it again"
-            )
-        for parameter, gradients in self._unhooked(of_pass):
-            if parameter.grad is None:
-                parameter.grad = gradients.pop(0)
-
-    @torch.no_grad()
-    def add(self, of_pass: NewGradients) -> None:
-        """Publishes new gradients, and adds others to ``.grad`` on the current streams, which wait for the sums."""
-        self.publish(of_pass)
-        while unhooked := self._unhooked(of_pass):
-            by_device: defaultdict[torch.device, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-            for parameter, gradients in unhooked:
-                assert parameter.grad is not None
-                for shard, addition in zip(parameter.grad._shards, gradients.pop(0)._shards, strict=True):
-                    shards, additions = by_device[shard.device]
-                    shards.append(shard)
-                    additions.append(addition)
-            for shards, additions in by_device.values():
-                _torch.foreach_add_(shards, additions)
-
-    def _unhooked(self, of_pass: NewGradients) -> list[tuple[ShardedTensor, list[ShardedTensor]]]:
-        pairs = [(self._parameters[key], found) for key, found in [*of_pass.items()] if found]
-        return [(parameter, found) for parameter, found in pairs if not _torch.hooks_of(parameter)]
-
-    def fail_pass(self) -> None:
-        self._open_passes -= 1
-        self._has_failed = True
-
-    @torch.no_grad()
-    def end_pass(self) -> None:
-        """Ends a pass. The last one completes the gradients and runs the parameters' hooks.
-
-        The current streams have waited for the sums.
+        Threads of several slots may end sums at once: their events are recorded one after the other.
         """
-        self._open_passes -= 1
-        if self._open_passes:
-            return
-        for parameter, direct in self._direct:
-            self.add_sum(self._new[0], parameter, direct.clone())  # other code may hold `direct`
-        self._direct.clear()
-        self.add(self._new[0])
-        for key, parameter in self._parameters.items():
-            if found := [gradient for of_pass in self._new for gradient in of_pass.pop(key, [])]:
-                gradient, *others = found
-                for other in others:
-                    gradient.add_(other)
-                changed: Any = hooked(parameter, gradient)
-                gradient = changed if is_divided_alike(changed, parameter) else divided_like(changed, gradient)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-            for hook in [*(_torch.hooks_after_accumulation_of(parameter) or {}).values()]:
-                hook(parameter)
+        with self._lock:
+            self.last_sums.update({owner: Event(stream) for owner, stream in adding.items()})
+            self.latest_sum = meet(self.last_sums.values())
+            return self.latest_sum
 
+    def add_totals(self, unit: ShardedUnit, totals: Sequence[Sequence[Tensor]], present: Collection[int]) -> None:
+        """Takes the gradients of a unit, of which all owners' parts are in ``totals``."""
+        for (kept, layout, _), of_owners in zip(unit.groups, totals, strict=True):
+            parts = [layout.parts_of(flat, owner) for owner, flat in enumerate(of_owners)]
+            for at, i in enumerate(kept):
+                if i in present:
+                    like, shards = unit.parameters[i], [of_owner[at] for of_owner in parts]
+                    gradient = ShardedTensor(shards, like.placement, like.shape, devices=like.devices)
+                    self.summed.add_sum(self.new, like, gradient)
 
-class FormerGrad:
-    """Remembers a parameter's ``.grad`` while gradients are held that are dropped if the user drops or zeroes it.
+    def release_deliveries(self, slot: int) -> None:
+        """Drops the slot's deliveries. Their memory is held until sums that use it are over, or its stream waits."""
+        with self._lock:
+            deliveries = self.in_flight.pop(slot, [])
+        for delivery, after_reads in deliveries:
+            if after_reads is not None and not hold(delivery.memory, after_reads):
+                after_reads.make_wait(self.computing[delivery.device])
 
-    Where there is no ``.grad`` it becomes zeros, made on the current streams, which are the computing ones.
-    """
+    def _drop_deliveries(self) -> None:
+        """Drops all deliveries, once the computing streams wait for the sums that read them."""
+        for deliveries in self.in_flight.values():
+            for delivery, after_reads in deliveries:
+                if after_reads is not None:
+                    hold(delivery.memory, after_reads)
+        self.in_flight.clear()
 
-    def __init__(self, parameter: ShardedTensor) -> None:
-        if parameter.grad is None:
-            # An operator on sharded tensors would run on other streams in a backward.
-            zeros = [torch.zeros_like(shard) for shard in parameter._shards]
-            parameter.grad = ShardedTensor(zeros, parameter.placement, parameter.shape, devices=parameter.devices)
-        # Strongly: torch swaps no tensor with weak references.
-        self._grad, self._overwrites = parameter.grad, parameter.grad._overwrites
+    def drop_all(self) -> None:
+        """Drops everything after a failure. The computing streams, which are current, wait for sums that read it."""
+        self._make_computing_wait()
+        if self.over_machines is not None:
+            self.over_machines.fail(error_of_failed_pass())
+        self._drop_deliveries()
+        self.host_additions.clear()
+        self.new.clear()
+        self.summed.fail_pass()
+        while self.restorers:
+            self.restorers.pop()()
 
-    @torch.no_grad()
-    def is_void(self, parameter: ShardedTensor) -> bool:
-        """True if the parameter has another ``.grad`` now, or one that was overwritten by zeros.
+    def _make_computing_wait(self) -> None:
+        wait_for([] if self.latest_sum is None else [self.latest_sum], self.computing.values())
 
-        Scaling counts for nothing: what is scaled may be the zeros that say that gradients are held.
+    def note_callers(self) -> None:
+        """Notes the current streams as callers'. At the end of a task the engine makes the caller's streams current."""
+        self.callers.update(current_streams(self.computing).values())
+
+    def make_callers_wait(self) -> None:
+        """Makes the callers' streams and the current ones wait for the computing streams.
+
+        On the callers' streams other code uses gradients, and an optimizer writes to the shards that pulls have read.
         """
-        grad = parameter.grad
-        if grad is None or self._grad is not grad:
-            return True
-        if grad._overwrites == self._overwrites:
-            return False
-        with operators.ordered_in_backward({shard.device for shard in grad._shards}):
-            return not any(bool(shard.any()) for shard in grad._shards)
+        self.note_callers()
+        for device, computing in self.computing.items():
+            others = [stream for stream in self.callers if stream.device == device and stream != computing]
+            if others:
+                wait_for([Event(computing)], others)
 
-
-class PartialSums:
-    """Sums of one unit that wait for the sums of other machines, in memory of the computing streams, which are current.
-    ``totals``: for each dtype the parts of all owners on this machine. ``present``: positions with gradients.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[DtypeGroup],
-        parameters: Sequence[ShardedTensor],
-        totals: Sequence[Sequence[Tensor]],
-        present: Iterable[int],
-    ) -> None:
-        self._groups, self._parameters, self.totals = groups, parameters, totals
-        self._former = {i: FormerGrad(parameters[i]) for i in present}
-
-    @property
-    def present(self) -> Collection[int]:
-        return self._former
-
-    def drop_void(self) -> None:
-        """Drops the sums of parameters whose ``.grad`` the user has dropped or zeroed."""
-        for i in [i for i, former in self._former.items() if former.is_void(self._parameters[i])]:
-            del self._former[i]
-            for (kept, layout, _), parts in zip(self._groups, self.totals, strict=True):
-                if i in kept:
-                    for flat in parts:
-                        layout.zero_columns(kept.index(i), flat)
+    def wait_for_sums(self) -> None:
+        """Makes the computing and callers' streams wait for all sums, adds sums on the host, and runs hooks."""
+        self._make_computing_wait()
+        self._drop_deliveries()
+        if self.over_machines is not None:
+            self.over_machines.add_to_gradients(self.add_totals)
+        if self.host_additions:
+            for event in self.last_sums.values():
+                event.synchronize()
+            for add in self.host_additions:
+                add()
+        with streams_set(self.computing):
+            self.summed.add(self.new)
+        self.restorers.clear()
+        self.make_callers_wait()
+        self.summed.end_pass()  # uses gradients on the current streams, which wait for the sums now
 
 
 class UnitGradients:
@@ -245,33 +194,19 @@ class UnitGradients:
     next, and so on. A delivery that a slot has not made by the end of the pass counts as zero. While gradients are not
     synchronised, a slot's deliveries are added on the slot and held there (`_held`). So is what the engine brings to
     parameters that a loss uses directly (`_held_direct`), as their hooks have to see it together with the sums.
-
-    Attributes:
-        groups: for each dtype the parameters that need gradients, and their layout.
-        partial: sums of this machine, or of its shard group, that wait for the sums of other machines.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: ShardedUnit) -> None:
         self._unit = unit
         self._lock = threading.Lock()
         # A slot's lock is held while its gradients are packed: on the CPU several threads may deliver for one slot.
         self._packing_locks = [threading.Lock() for _ in unit.slots]
-        machines, machine = unit.sharded_over
-        needs = {*unit.trainable}
-        self.groups: list[DtypeGroup] = []
-        for indices, owned in zip(unit.indices, unit.owned, strict=True):
-            kept = [i for i in indices if i in needs]
-            if kept:
-                shapes, cuts = [unit.shapes[i] for i in kept], [unit.cuts[i] for i in kept]
-                layout = Layout(shapes, cuts, len(unit.slots), machines=machines, machine=machine)
-                self.groups.append((kept, layout, owned.dtype))
-        self.full_bytes = sum(layout.owners * layout.numel * dtype.itemsize for _, layout, dtype in self.groups)
+        self.full_bytes = sum(layout.owners * layout.numel * dtype.itemsize for _, layout, dtype in unit.groups)
         self._rounds: list[dict[int, Delivery]] = []  # deliveries by slot that wait for other slots
         self._held: dict[int, Delivery] = {}
         self._held_direct: dict[int, Tensor] = {}  # by the parameters' positions
         self._newly_holding: set[int] = set()  # slots whose held gradients are of this pass alone
         self._former: dict[int, FormerGrad] = {}  # of the parameters that have held gradients
-        self.partial: PartialSums | None = None
         self._lost: dict[int, FormerGrad] = {}  # parameters whose gradients are incomplete until they are zeroed
         self.receive_direct()
 
@@ -281,16 +216,16 @@ class UnitGradients:
             hand_over(self._unit.parameters[i], weakref.WeakMethod(self._find_taker))
 
     def _find_taker(self) -> Taker | None:
-        return None if self._unit.tree is None else self._take_direct
+        return None if self._unit.pass_gradients is None else self._take_direct
 
     def _take_direct(self, parameter: ShardedTensor, gradient: Tensor) -> None:
         """Takes the gradient of a parameter that a loss uses directly, in the backward of its node."""
-        assert self._unit.tree is not None
-        running = self._unit.tree.join_pass(reaches_units=False)
+        assert self._unit.pass_gradients is not None
+        summed = self._unit.pass_gradients()
         if not is_divided_alike(gradient, parameter):
             with torch.no_grad(), operators.ordered_in_backward({shard.device for shard in parameter._shards}):
                 gradient = divided_like(gradient, parameter)
-        running.sums.summed.add_direct(parameter, gradient)
+        summed.add_direct(parameter, gradient)
 
     def deliver(self, slot: int, grads: Sequence[Tensor | None], sums: SumsOfPass) -> bool | None:
         """Takes the gradients of one slot, in the order of ``unit.trainable``, and sums if this slot is the last.
@@ -402,15 +337,15 @@ class UnitGradients:
     @property
     def are_held(self) -> bool:
         """True if gradients wait on slots for the next sum, or at owners for the next sum over machines."""
-        return bool(self._held or self._held_direct) or self.partial is not None
+        return bool(self._held or self._held_direct) or self._unit.partial is not None
 
     def drop_void(self) -> None:
         """Drops held gradients of parameters whose ``.grad`` the user has dropped or zeroed since."""
         with self._lock:
             self._drop([i for i, former in self._former.items() if former.is_void(self._unit.parameters[i])])
-            if self.partial is not None:
-                self.partial.drop_void()
-                self.partial = self.partial if self.partial.present else None
+            if (partial_sums := self._unit.partial) is not None:
+                partial_sums.drop_void()
+                self._unit.partial = partial_sums if partial_sums.present else None
 
     def _drop(self, positions: Collection[int]) -> None:
         """Drops what is held for these parameters."""
@@ -419,7 +354,7 @@ class UnitGradients:
             self._held_direct.pop(i, None)
             for delivery in self._held.values():
                 delivery.present.discard(i)
-                for (kept, layout, _), matrix in zip(self.groups, delivery.gradients, strict=True):
+                for (kept, layout, _), matrix in zip(self._unit.groups, delivery.gradients, strict=True):
                     if i in kept and isinstance(matrix, Tensor):
                         layout.zero_columns(kept.index(i), matrix.view(layout.owners, layout.numel))
         self._held = {slot: held for slot, held in self._held.items() if held.present}
@@ -438,13 +373,15 @@ class UnitGradients:
         delivery = Delivery(device, [], [], [], present, None, unit.tables)
         # What is held is added in the dtype of the sums, by all slots if by any.
         is_held = not unit.requires_gradient_sync or bool(self._held or self._former)
-        for at, (kept, layout, dtype) in enumerate(self.groups):
+        for at, (kept, layout, dtype) in enumerate(self._unit.groups):
             found = [of_parameter[i] for i in kept]
             summed = None if delivery.tables is None or is_held else delivery.tables.summed[at]
             if summed is not None and _kernels_read(found, layout, summed):
                 delivery.gradients.append(found)
                 continue
-            packed = torch.empty(layout.owners, layout.numel, dtype=summed or unit.dtype_of_sums(dtype), device=device)
+            packed = torch.empty(
+                layout.owners, layout.numel, dtype=summed or unit.precision.of_sums(dtype), device=device
+            )
             layout.copy_in(found, packed)
             packed = packed.view(len(unit.slots), -1)  # a row for each owner, with its parts on all machines
             if held is not None:
@@ -469,7 +406,7 @@ class UnitGradients:
         in_flight = [*deliveries.items()]
         of_owners: list[Delivery] = []  # with the memory for each owner's sum
         allocated: list[Event] = []
-        totals: list[list[Tensor]] = [[] for _ in self.groups]  # for each dtype the parts of all owners
+        totals: list[list[Tensor]] = [[] for _ in self._unit.groups]  # for each dtype the parts of all owners
         with torch.no_grad():
             for owner in range(len(slots)):
                 own = deliveries.get(owner)
@@ -502,19 +439,9 @@ class UnitGradients:
             sums.over_machines.end_unit(self._unit, present)
             return
         if self._unit.is_offloaded:
-            sums.host_additions.append(partial(self.add_to_pass, totals, present, sums))
+            sums.host_additions.append(partial(sums.add_totals, self._unit, totals, present))
         else:
-            self.add_to_pass(totals, present, sums)
-
-    def add_to_pass(self, totals: Sequence[Sequence[Tensor]], present: Collection[int], sums: SumsOfPass) -> None:
-        """Gives the pass the gradients of which all owners' parts are in ``totals``."""
-        for (kept, layout, _), of_owners in zip(self.groups, totals, strict=True):
-            parts = [layout.parts_of(flat, owner) for owner, flat in enumerate(of_owners)]
-            for at, i in enumerate(kept):
-                if i in present:
-                    like, shards = self._unit.parameters[i], [of_owner[at] for of_owner in parts]
-                    gradient = ShardedTensor(shards, like.placement, like.shape, devices=like.devices)
-                    sums.summed.add_sum(sums.new, like, gradient)
+            sums.add_totals(self._unit, totals, present)
 
     def _empty_delivery(self, owner: int, sums: SumsOfPass) -> Delivery:
         """Returns a delivery without gradients, for an owner whose slot has no memory for a sum."""
@@ -522,7 +449,7 @@ class UnitGradients:
         with streams_set({device: sums.computing[device]} if device in sums.computing else {}):
             memory, parts = self.memory_for_sums(device)
             stream = current_streams([device]).get(device)
-        nothing: list[Gradients] = [() for _ in self.groups]
+        nothing: list[Gradients] = [() for _ in self._unit.groups]
         return Delivery(device, nothing, memory, parts, set(), None if stream is None else Event(stream))
 
     def _reduce_scatter(self, deliveries: Mapping[int, Delivery], totals: Sequence[Sequence[Tensor]]) -> None:
@@ -530,11 +457,11 @@ class UnitGradients:
         # Those of a slot that has delivered: another thread's call may have ended their use since.
         tables = next((each.tables for each in deliveries.values() if each.tables is not None), None)
         with streams_set(self._unit.streams.adding), settings.held(self._unit.comm_settings):
-            for at in range(len(self.groups)):
+            for at in range(len(self._unit.groups)):
                 if tables is not None and tables.summed[at] is not None:
                     slots = range(len(self._unit.slots))
                     found = [deliveries[slot].gradients[at] if slot in deliveries else () for slot in slots]
-                    tables.reduce_scatter(at, found, [of_owner[at] for of_owner in totals])
+                    tables.reduce_scatter(self._unit.name, at, found, [of_owner[at] for of_owner in totals])
                     continue
                 found = [deliveries[slot].gradients[at] for slot in sorted(deliveries)]
                 matrices = [grads for grads in found if isinstance(grads, Tensor)]
@@ -565,12 +492,12 @@ class UnitGradients:
         unit = self._unit
         sums: list[Tensor] = []
         parts: list[Tensor] = []
-        for _, layout, dtype in self.groups:
+        for _, layout, dtype in self._unit.groups:
             numel = layout.owners * layout.numel // len(unit.slots)
             with naming_out_of_memory("summed gradients", unit.name, device, self.full_bytes // len(unit.slots)):
                 # A hook sees the whole memory, also where no slot has a gradient.
                 make = torch.empty if unit.all_reduce_hook is None else torch.zeros
-                sums.append(make(numel, dtype=added_in(unit.dtype_of_sums(dtype), dtype), device=device))
+                sums.append(make(numel, dtype=added_in(unit.precision.of_sums(dtype), dtype), device=device))
                 is_shared = unit.machines is not None or sums[-1].dtype == dtype
                 parts.append(sums[-1] if is_shared else torch.empty(numel, dtype=dtype, device=device))
         return sums, parts
@@ -578,10 +505,10 @@ class UnitGradients:
     def _refuse_sparse(self, grads: Sequence[Tensor | None]) -> None:
         for i, grad in zip(self._unit.trainable, grads, strict=True):
             if grad is not None and grad.layout is not torch.strided:
+                shape = list(self._unit.parameters[i].shape)
                 raise TypeError(
-                    f"the gradient of a parameter of shape {list(self._unit.shapes[i])} in {self._unit.name!r} has the "
-                    f"layout {grad.layout}, and sharded parameters get dense gradients: pass sparse=False to the "
-                    "Embedding"
+                    f"the gradient of a parameter of shape {shape} in {self._unit.name!r} has the layout {grad.layout},"
+                    " and sharded parameters get dense gradients: pass sparse=False to the Embedding"
                 )
 
 

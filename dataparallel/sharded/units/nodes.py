@@ -1,12 +1,16 @@
-"""Puts nodes and hooks of a unit into autograd's graph: `make_outputs` for its parameters, the others for its calls."""
+"""Puts nodes and hooks of a unit into autograd's graph: `make_outputs` for its parameters, the others for its calls.
+
+`reach_parameters` lets ``backward(inputs=[...])`` reach sharded parameters, which are in no graph.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +23,9 @@ from dataparallel.batches.structures import Written, children_of, entries_of, te
 from dataparallel.comm.kinds import alias
 from dataparallel.comm.streams.current import memory_of
 from dataparallel.replica_parameter import ReplicaParameter
-
-if TYPE_CHECKING:
-    from dataparallel.sharded.units.slot_unit import SlotUnit
-    from dataparallel.sharded.units.unit import Unit
+from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.sharded.units.sharded_unit import ShardedUnit
+from dataparallel.sharded.units.slot_unit import SlotUnit
 
 
 def make_outputs(
@@ -244,10 +247,10 @@ CHOSEN = object()
 
 
 class Receiver:
-    """Passes gradients from the node of one slot to the tree."""
+    """Passes gradients from the node of one slot to the tree. ``first``: the full parameters of slot 0."""
 
-    def __init__(self, unit: Unit, slot_unit: SlotUnit) -> None:
-        self._unit, self._slot_unit = unit, slot_unit
+    def __init__(self, unit: ShardedUnit, slot_unit: SlotUnit, first: Sequence[Tensor]) -> None:
+        self._unit, self._slot_unit, self._first = unit, slot_unit, first
 
     def receive(self, grads: Sequence[Tensor | None]) -> None:
         """Called in the node's backward, which may not be recorded."""
@@ -258,8 +261,8 @@ class Receiver:
             )
         chosen: Any = running_pass().contents.get(CHOSEN)
         grads = [g if self._takes(i, chosen) else None for i, g in zip(self._unit.trainable, grads, strict=True)]
-        assert self._unit.delivers_to is not None  # a call has made the graph
-        self._unit.delivers_to.deliver(self._unit, self._slot_unit.slot, grads)
+        assert self._unit.deliver is not None  # a call has made the graph
+        self._unit.deliver(self._slot_unit.slot, grads)
         self._slot_unit.note_gradients()
 
     def takes_any(self, chosen: Collection[int]) -> bool:
@@ -270,4 +273,55 @@ class Receiver:
         parameter = self._unit.parameters[i]
         if not parameter.requires_grad:  # any more
             return False
-        return chosen is None or id(parameter) in chosen or id(self._unit.slot_units[0].parameters[i]) in chosen
+        return chosen is None or id(parameter) in chosen or id(self._first[i]) in chosen
+
+
+def reach_parameters() -> None:
+    """Wraps the function with which torch starts its engine, once."""
+    _torch.wrap_engine(lambda run_engine: partial(_run_engine, run_engine))
+
+
+@_torch.not_traced
+def _run_engine(
+    run_engine: Callable[..., Any],
+    outputs: Sequence[Any],
+    grads: Any,
+    retain_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    chosen = {id(each) for each in inputs if isinstance(each, (ShardedTensor, ReplicaParameter))}
+    nodes = [each.grad_fn if isinstance(each, Tensor) else each.node for each in outputs] if chosen else []
+    roots = [node for node in nodes if node is not None]
+    leaves = [leaf for receiver, leaf in _receivers_behind(roots) if receiver.takes_any(chosen)]
+    if not leaves:
+        return run_engine(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
+    if not kwargs["accumulate_grad"]:
+        raise RuntimeError(
+            "torch.autograd.grad cannot return gradients of sharded parameters, which are summed when the backward has "
+            "ended: call loss.backward(inputs=[...]) with these parameters, and read their .grad"
+        )
+    # A backward of another thread through the same units has all gradients.
+    handles = [root.register_prehook(lambda _: running_pass().contents.update({CHOSEN: chosen})) for root in roots]
+    kept = [each for each in inputs if not isinstance(each, ReplicaParameter)]  # full parameters have no `.grad`
+    try:
+        return run_engine(outputs, grads, retain_graph, create_graph, (*kept, *leaves), *args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _receivers_behind(roots: Sequence[Any]) -> Iterator[tuple[Receiver, Any]]:
+    """Finds the nodes of units behind these nodes: yields their receivers, each with the leaf behind its node."""
+    seen: set[Any] = set()
+    waiting = [*roots]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions if following is not None]
+        if getattr(type(node), "_forward_cls", None) is ToOwners and (receive := node.receive()) is not None:
+            yield receive.__self__, node.next_functions[0][0].variable

@@ -1,7 +1,7 @@
 """`OwnedShards` packs a unit's shards into flat ones, `PullSource` lets slots pull them, on streams of `TreeStreams`.
 
-Each shard of a parameter is a view of its owner's flat shard. With ``reshard_after_forward=k`` `UnitPieces` keeps parts
-of a unit between forward and backward.
+Each shard of a parameter is a view of its owner's flat shard. `SourceOverMachines` all-gathers shards over processes.
+With ``reshard_after_forward=k`` `UnitPieces` keeps parts of a unit between forward and backward.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from dataparallel.comm.streams.current import Event, current_streams, kept_strea
 from dataparallel.devices import CPU
 from dataparallel.sharded.placements import Shard, rows_of_shards
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.buffers import Layout
+from dataparallel.sharded.units.buffers import Layout, PeerTables
 
 if TYPE_CHECKING:
-    from dataparallel.sharded.units.unit import Unit
+    from dataparallel.machines.group import Result
+    from dataparallel.machines.lanes import Lane, Machines
 
 
 class TreeStreams:
@@ -100,8 +101,8 @@ class OwnedShards:
     ) -> None:
         self.parameters, self.owners = list(parameters), list(owners)
         self.dtype = parameters[0].dtype
-        shapes, cuts = [p.shape for p in parameters], [cut_of(p) for p in parameters]
-        self.layout = Layout(shapes, cuts, len(owners), machines=over[0], machine=over[1])
+        self.shapes, self.cuts = [p.shape for p in parameters], [cut_of(p) for p in parameters]
+        self.layout = Layout(self.shapes, self.cuts, len(owners), machines=over[0], machine=over[1])
         self._pin = pin
         self.flats: list[Tensor] = []
         self._packed: list[tuple[Tensor, ...]] = []  # each parameter's shards as `pack` has made them
@@ -182,13 +183,16 @@ class PullSource:
     """The tensors that slots pull in one round of gathers: flat shards in the slots' dtype, on the owners' devices.
 
     Any thread may use it. Flat shards with this dtype and device are pulled as they are. Otherwise the first slot has
-    copies made, on the casting streams, which own them, and the last of ``pulls`` slots drops the copies.
+    copies made, on the casting streams, which own them, and the last of ``pulls`` slots drops the copies. ``copies``
+    notes them.
     """
 
-    def __init__(self, unit: Unit, owned: OwnedShards, pulls: int) -> None:
-        self._owned, self._pulls, self._dtype = owned, pulls, unit.dtype_on_slots(owned.dtype)
-        self._streams, self._last_copies = unit.streams.casting, unit.copies
-        self._meet = partial(unit.streams.meet, "casts")
+    def __init__(
+        self, owned: OwnedShards, dtype: torch.dtype, streams: TreeStreams, copies: LastCopies, pulls: int
+    ) -> None:
+        self._owned, self._pulls, self._dtype = owned, pulls, dtype
+        self._streams, self._last_copies = streams.casting, copies
+        self._meet = partial(streams.meet, "casts")
         self._lock = threading.Lock()
         self._copies: list[Tensor] | None = None
         self._ready: dict[torch.device, Event] = {}
@@ -259,6 +263,48 @@ class PullSource:
         self._reads, self._copies = [], None
 
 
+class SourceOverMachines(PullSource):
+    """The tensors that slots pull: for each owner its shards of all machines, one after the other."""
+
+    _launched: Sequence[Result] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Always false: slots pull copies, which have the shards of other machines."""
+        return False
+
+    def send(self, unit: str, lane: Lane, epoch: int, ready: Mapping[torch.device, Event]) -> None:
+        """Launches the all-gather. ``ready``: for each device an event after which its shards may be read."""
+        from dataparallel.machines.collectives import all_gather, stage
+
+        machines, owned = lane.machines, self._owned
+        with self._copying(ready):
+            flats = [self._cast(machines, *each) for each in zip(owned.flats, owned.owners, strict=True)]
+            staged = [stage(machines, flat, machines.size * flat.numel()) for flat in flats]
+        self._launched = lane.launch(
+            "gather",
+            [f"the parameters of {unit!r} for {owner}" for owner in owned.owners],
+            [partial(all_gather, shard) for shard in staged],
+            f"gather\n{len(staged)} x {owned.layout.numel} {self._dtype} of {unit!r}",
+            epoch=epoch,
+        )
+
+    def _cast(self, machines: Machines, flat: Tensor, owner: torch.device) -> Tensor:
+        if flat.device != owner and not machines.can_send(owner):
+            return flat.to(self._dtype)  # stays in host memory, and is sent from there
+        return flat.to(owner, non_blocking=True).to(self._dtype)
+
+    def pieces(self, ready: Mapping[torch.device, Event]) -> tuple[list[Tensor], Mapping[torch.device, Event]]:
+        """See `PullSource.pieces`. The calling thread waits until the shards of all machines are there, or raises."""
+        return super().pieces({})
+
+    def _copy(self) -> list[Tensor]:
+        return [
+            launched.wait().to(owner, non_blocking=True)
+            for launched, owner in zip(self._launched, self._owned.owners, strict=True)
+        ]
+
+
 def cut_of(parameter: ShardedTensor) -> Shard:
     """Returns the placement of a unit's parameter, which is never replicated."""
     placement = parameter.placement
@@ -295,34 +341,46 @@ class UnitPieces:
     A piece is freed once all slots of its group have read it, at the latest when the pass of backward ends.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-        self._kept: list[Piece | None] = [None] * len(unit.slots)
+    def __init__(self, slots: int, indices: Sequence[Sequence[int]], owned: Sequence[OwnedShards]) -> None:
+        self._indices, self._owned = indices, owned
+        self._kept: list[Piece | None] = [None] * slots
         self._lock = threading.Lock()
         self._layouts: dict[int, list[Layout]] = {}
 
     def keep(
-        self, slot: int, size: int, full: Sequence[Tensor], versions: list[int], stream: torch.Stream | None
+        self,
+        slot: int,
+        size: int,
+        full: Sequence[Tensor],
+        versions: list[int],
+        stream: torch.Stream | None,
+        tables: PeerTables | None,
     ) -> None:
-        """Copies the slot's piece out of its ``full`` parameters, on their computing stream, which is current."""
+        """Copies the slot's piece out of its ``full`` parameters, on their computing stream, which is current.
+
+        ``tables``: by which slots will pull it.
+        """
         first = slot - slot % size
         layouts = self._layouts_for(size)
         self._drop([slot])  # frees the last piece before memory for the next one is taken
         flats = []
-        for at, (layout, indices) in enumerate(zip(layouts, self._unit.indices, strict=True)):
-            if (tables := self._unit.tables) is not None:
+        for at, (layout, indices, owned) in enumerate(zip(layouts, self._indices, self._owned, strict=True)):
+            if tables is not None:
                 tables.gather(slot, at, layout)  # made here: `written` comes after its copy to the device
             flat = full[indices[0]].new_empty(layout.numel)
-            parts = [_part(full[i], self._unit.cuts[i].dim, slot - first, size) for i in indices]
+            cuts = zip(indices, owned.cuts, strict=True)
+            parts = [_part(full[i], cut.dim, slot - first, size) for i, cut in cuts]
             layout.pack(flat, parts, slot - first)
             flats.append(flat)
         written = None if stream is None else Event(stream)
         with self._lock:
             self._kept[slot] = Piece(range(first, first + size), layouts, flats, versions, stream, written)
 
-    def borrow(self, slot: int) -> list[Piece] | None:
-        """Returns the pieces of the slot's group; ``None`` if one is missing. Call `give_back` after the reads."""
-        versions = self._unit.versions()
+    def borrow(self, slot: int, versions: list[int]) -> list[Piece] | None:
+        """Returns the pieces of the slot's group, with these versions; ``None`` if one is missing.
+
+        Call `give_back` after the reads.
+        """
         with self._lock:
             own_piece = self._kept[slot]
             group = range(0) if own_piece is None else own_piece.group
@@ -356,17 +414,10 @@ class UnitPieces:
 
     def _layouts_for(self, size: int) -> list[Layout]:
         """Returns for each dtype the layout over ``size`` owners that fills the same full buffers as the unit's own."""
-        unit = self._unit
         with self._lock:
             if size not in self._layouts:
                 self._layouts[size] = [
-                    Layout(
-                        [unit.shapes[i] for i in indices],
-                        [unit.cuts[i] for i in indices],
-                        size,
-                        owned.layout.full_offsets,
-                    )
-                    for indices, owned in zip(unit.indices, unit.owned, strict=True)
+                    Layout(owned.shapes, owned.cuts, size, owned.layout.full_offsets) for owned in self._owned
                 ]
             return self._layouts[size]
 

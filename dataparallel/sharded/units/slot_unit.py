@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,14 +19,10 @@ from dataparallel.comm.streams.current import Event, current_streams, streams_se
 from dataparallel.comm.streams.held import hold
 from dataparallel.profiling import stage
 from dataparallel.replica_parameter import ReplicaParameter
-from dataparallel.sharded.units.buffers import FullBuffer, Layout, naming_out_of_memory
+from dataparallel.sharded.units.buffers import FullBuffer, Layout, PeerTables, naming_out_of_memory
+from dataparallel.sharded.units.sharded_unit import Registries, ShardedUnit
 from dataparallel.sharded.units.shards import PullSource, wait_for
 from dataparallel.weak_members import WeakMembers
-
-if TYPE_CHECKING:
-    from dataparallel.sharded.units.calls import UnitModule
-    from dataparallel.sharded.units.peer_tables import PeerTables
-    from dataparallel.sharded.units.unit import Unit
 
 
 class SlotUnit:
@@ -48,12 +43,12 @@ class SlotUnit:
         is_in_backward: the backward of a call has begun and not ended.
     """
 
-    def __init__(self, unit: Unit, slot: int) -> None:
+    def __init__(self, unit: ShardedUnit, slot: int) -> None:
         self.unit, self.slot, self.device = unit, slot, unit.slots[slot]
         self._lock = threading.RLock()
         with torch.inference_mode(False), torch.no_grad():
             self._buffers = [
-                FullBuffer(owned.layout, unit.dtype_on_slots(owned.dtype), self.device) for owned in unit.owned
+                FullBuffer(owned.layout, unit.precision.on_slots(owned.dtype), self.device) for owned in unit.owned
             ]
         self.parameters: list[Tensor] = [torch.empty(0)] * len(unit.parameters)
         for indices, full in zip(unit.indices, self._buffers, strict=True):
@@ -69,7 +64,7 @@ class SlotUnit:
         self._full_versions: list[int] = []  # versions of the full parameters, which our own writes do not move
         self._overwritten_position: int | None = None  # of a full parameter that other code has written to
         # References are weak, because parameters may stay full over many forwards, each with replicas of its own.
-        self._showing_modules: WeakMembers[UnitModule] = WeakMembers()
+        self._showing_modules: WeakMembers[Registries] = WeakMembers()
         self._running_calls = 0  # how many calls of the unit's modules run
         # Calls whose backward has begun and not ended. With a number it ends with the unit's gradients in this pass.
         self._open_calls: dict[object, int | None] = {}
@@ -123,7 +118,7 @@ class SlotUnit:
     def _pull_pieces(self) -> bool:
         """Pulls the pieces of the slot's group (`UnitPieces`). Returns false if one is missing."""
         unit, receiving = self.unit, self.unit.streams.receiving[self.slot]
-        pieces = unit.pieces.borrow(self.slot)
+        pieces = unit.pieces.borrow(self.slot, unit.versions())
         if pieces is None:
             return False
         try:
@@ -219,7 +214,7 @@ class SlotUnit:
         if not self._full_versions:
             self._full_versions = self._versions_of_full()
 
-    def use(self, ready: Mapping[torch.device, Event], module: UnitModule) -> None:
+    def use(self, ready: Mapping[torch.device, Event], module: Registries) -> None:
         """Makes the parameters full for a call of ``module``, and keeps them full until `end_use`."""
         with self._lock:
             self.make_full(ready)
@@ -227,7 +222,7 @@ class SlotUnit:
             self._running_calls += 1
             self._is_as_after_backward = False
 
-    def show_in(self, module: UnitModule) -> None:
+    def show_in(self, module: Registries) -> None:
         """Registers the parameters, which are full, in the replica of ``module`` until they are freed."""
         with self._lock:
             self._showing_modules.add(module)
@@ -244,7 +239,7 @@ class SlotUnit:
             if self._running_calls:
                 return
             self._note_overwritten()
-            used, home = self._last_stream, self._memory_stream
+            used, home, keeps_memory = self._last_stream, self._memory_stream, len(self.unit.graphs) > 0
             if self.is_full and used is not None and home is not None and used != home:
                 wait_for([Event(used)], [home])
             if home is not None and self._pull_event is not None:  # a kernel may be writing to it
@@ -253,9 +248,9 @@ class SlotUnit:
                 if full.gathered is not None and self._pull_event is not None:
                     hold([full.gathered], self._pull_event)
                 full.gathered = None  # its memory belongs to the receiving stream, which alone has used it
-                full.free(self.unit.keeps_memory)
+                full.free(keeps_memory)
             self._pull_event = self._sent_sources = None
-            if not self.unit.keeps_memory:
+            if not keeps_memory:
                 self._memory_stream = None
             self.is_full = self.is_unsharded = self._is_as_after_backward = False
             for module in self._showing_modules:
@@ -274,7 +269,7 @@ class SlotUnit:
                 return
             with torch.no_grad(), self._naming_out_of_memory():
                 for full, other_full in zip(self._buffers, other._buffers, strict=True):
-                    full.set_gathered(other_full.copy_to(self.device), is_matrix=False)
+                    full.copy_from(other_full)
                 self._versions = other._versions
 
     def drop_old_values(self) -> None:
@@ -303,6 +298,11 @@ class SlotUnit:
             if position is not None:
                 self.free()
             return position
+
+    def refuse_overwritten(self) -> None:
+        """Raises if other code wrote to a full parameter. The write is lost."""
+        if (position := self.take_overwritten()) is not None:
+            self.unit.refuse_write(position)
 
     def _note_overwritten(self) -> None:
         if self.is_full and (versions := self._versions_of_full()) != self._full_versions:
@@ -350,7 +350,7 @@ class SlotUnit:
                 stream = self._last_stream
                 streams = {} if stream is None else {self.device: stream}
                 with self._naming_out_of_memory(), torch.no_grad(), streams_set(streams):
-                    unit.pieces.keep(self.slot, size, self.parameters, self._versions, stream)
+                    unit.pieces.keep(self.slot, size, self.parameters, self._versions, stream, unit.tables)
         self.free()
 
     def begin_backward(self, call: object, ends_with_gradients: bool) -> bool:

@@ -1,4 +1,4 @@
-"""`Tree` runs calls of the root and passes of backward over its units, and orders them against each other.
+"""`Tree` runs calls of the root (`RootCall`) and passes of backward over its units, and orders them against each other.
 
 The root is the outermost module that is called. Its tree has the units of the root and of all modules below.
 `BackwardPass` is one backward. It may include several tasks of the engine: those that reentrant checkpoints start
@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,14 +22,14 @@ from torch.optim import Optimizer
 from dataparallel import _torch
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass, wait_for_passes
 from dataparallel.comm.streams.current import Event, GivenEvents, current_streams, streams_set
-from dataparallel.comm.streams.held import hold
 from dataparallel.devices import CPU
 from dataparallel.optimizer_steps import before_steps
 from dataparallel.profiling import stage
 from dataparallel.sharded.operators import note_host_reads
-from dataparallel.sharded.units.calls import RootCall
-from dataparallel.sharded.units.gradients import Delivery, PassGradients
+from dataparallel.sharded.units.gradients import SumsOfPass
+from dataparallel.sharded.units.sharded_unit import PassGradients, ShardedUnit
 from dataparallel.sharded.units.shards import LastCopies, wait_for
+from dataparallel.sharded.units.slot_unit import SlotUnit
 from dataparallel.sharded.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -42,116 +42,6 @@ _PATIENCE = 0.25
 
 _MAY_WAIT_BYTES = 2**20
 """Bytes of a slot's gradients that may wait for another slot before the slot stops."""
-
-
-@dataclass
-class SumsOfPass:
-    """The state that the sums of all units of a tree share in one pass of backward.
-
-    Attributes:
-        computing: the computing stream of each accelerator, as in forward.
-        callers: the streams that were current where ``backward()`` was called. They may be others.
-        in_flight: for each slot the deliveries whose sums have been launched, each with an event after its last read.
-        last_sums: for each owner an event after its last sum.
-        host_additions: functions that add sums to gradients on the host, once the events in ``last_sums`` have passed.
-        latest_sum: an event after all sums launched so far, which have read their deliveries by then.
-        restorers: functions that hold gradients of earlier passes on the slots again, called if the pass fails.
-    """
-
-    slots: int
-    computing: Mapping[torch.device, torch.Stream]
-    summed: PassGradients
-    in_flight: dict[int, list[tuple[Delivery, Event | None]]] = field(default_factory=dict)
-    last_sums: dict[int, Event] = field(default_factory=dict)
-    host_additions: list[Callable[[], object]] = field(default_factory=list)
-    latest_sum: Event | None = None
-    restorers: list[Callable[[], object]] = field(default_factory=list)
-    over_machines: SumsOverMachines | None = None
-    callers: set[torch.Stream] = field(default_factory=set)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        self.new = self.summed.begin_pass()
-
-    def hold_delivery(self, slot: int, delivery: Delivery, after_reads: Event | None) -> None:
-        """Keeps a delivery until `release_deliveries`. ``after_reads``: an event after all reads of it."""
-        with self._lock:
-            self.in_flight.setdefault(slot, []).append((delivery, after_reads))
-
-    def note_sums(
-        self, adding: Mapping[int, torch.Stream], meet: Callable[[Iterable[Event]], Event | None]
-    ) -> Event | None:
-        """Notes that sums have been launched, for each owner on its stream, and returns an event after all sums so far.
-
-        Threads of several slots may end sums at once: their events are recorded one after the other.
-        """
-        with self._lock:
-            self.last_sums.update({owner: Event(stream) for owner, stream in adding.items()})
-            self.latest_sum = meet(self.last_sums.values())
-            return self.latest_sum
-
-    def release_deliveries(self, slot: int) -> None:
-        """Drops the slot's deliveries. Their memory is held until sums that use it are over, or its stream waits."""
-        with self._lock:
-            deliveries = self.in_flight.pop(slot, [])
-        for delivery, after_reads in deliveries:
-            if after_reads is not None and not hold(delivery.memory, after_reads):
-                after_reads.make_wait(self.computing[delivery.device])
-
-    def _drop_deliveries(self) -> None:
-        """Drops all deliveries, once the computing streams wait for the sums that read them."""
-        for deliveries in self.in_flight.values():
-            for delivery, after_reads in deliveries:
-                if after_reads is not None:
-                    hold(delivery.memory, after_reads)
-        self.in_flight.clear()
-
-    def drop_all(self) -> None:
-        """Drops everything after a failure. The computing streams, which are current, wait for sums that read it."""
-        self._make_computing_wait()
-        if self.over_machines is not None:
-            self.over_machines.fail(error_of_failed_pass())
-        self._drop_deliveries()
-        self.host_additions.clear()
-        self.new.clear()
-        self.summed.fail_pass()
-        while self.restorers:
-            self.restorers.pop()()
-
-    def _make_computing_wait(self) -> None:
-        wait_for([] if self.latest_sum is None else [self.latest_sum], self.computing.values())
-
-    def note_callers(self) -> None:
-        """Notes the current streams as callers'. At the end of a task the engine makes the caller's streams current."""
-        self.callers.update(current_streams(self.computing).values())
-
-    def make_callers_wait(self) -> None:
-        """Makes the callers' streams and the current ones wait for the computing streams.
-
-        On the callers' streams other code uses gradients, and an optimizer writes to the shards that pulls have read.
-        """
-        self.note_callers()
-        for device, computing in self.computing.items():
-            others = [stream for stream in self.callers if stream.device == device and stream != computing]
-            if others:
-                wait_for([Event(computing)], others)
-
-    def wait_for_sums(self) -> None:
-        """Makes the computing and callers' streams wait for all sums, adds sums on the host, and runs hooks."""
-        self._make_computing_wait()
-        self._drop_deliveries()
-        if self.over_machines is not None:
-            self.over_machines.add_to_gradients(self)
-        if self.host_additions:
-            for event in self.last_sums.values():
-                event.synchronize()
-            for add in self.host_additions:
-                add()
-        with streams_set(self.computing):
-            self.summed.add(self.new)
-        self.restorers.clear()
-        self.make_callers_wait()
-        self.summed.end_pass()  # uses gradients on the current streams, which wait for the sums now
 
 
 class BackwardPass:
@@ -323,7 +213,7 @@ class Tree:
     Attributes:
         copies: notes the last copies of shards of all units.
         next_unit: for each unit the unit that came after it in the last forward.
-        order_of_sums: the numbers of units, in the order of sums over machines: rank 0's if ``is_order_known``.
+        order_of_sums: the numbers of units in rank 0's order of sums over machines; empty until it is known.
     """
 
     def __init__(self, units: Sequence[Unit], slots: Sequence[torch.device]) -> None:
@@ -339,8 +229,7 @@ class Tree:
         self._number_of_calls = 0
         self._unfinished: list[SumsOfPass] = []  # of passes before the last one of a step
         self.machines = self.units[0].machines
-        self.order_of_sums = [*reversed(range(len(self.units)))]
-        self.is_order_known = False
+        self.order_of_sums: list[int] = []
 
     @contextmanager
     def calling(self, number_of_slots: int) -> Iterator[RootCall]:
@@ -350,7 +239,7 @@ class Tree:
             # The sharded parameters stay in the user's modules until the last running call has ended.
             self._number_of_calls += 1
             for unit in self.units:
-                unit.registries.show_sharded()
+                unit.show_sharded()
         call: RootCall | None = None
         has_failed = True
         try:
@@ -372,7 +261,7 @@ class Tree:
         with self._registering:
             if self._number_of_calls == 0:
                 for unit in self.units:
-                    unit.registries.show_current()
+                    unit.show_current()
 
     def prepare(self) -> None:
         """Adapts the units to what other code has done to the parameters since the last call."""
@@ -476,7 +365,7 @@ class Tree:
             unit.begin_gathers(len(call.slots), self.gathers)
             unit.gradients.drop_void()
             # The user's modules have the sharded ones until the pass has ended. Replicas have the full ones.
-            unit.registries.show_sharded()
+            unit.show_sharded()
         summed = running_pass().get(PassGradients, lambda _: PassGradients())
         return BackwardPass(self, call.slots, call.computing, summed, self._sums_over_machines(call.computing))
 
@@ -484,11 +373,15 @@ class Tree:
         """Returns the sums over machines of a new pass; ``None`` with one machine, or if no unit synchronises."""
         if self.machines is None or not any(unit.requires_gradient_sync for unit in self.units):
             return None
-        if any(unit.gradients.partial is not None or not unit.requires_all_reduce for unit in self.units):
+        if any(unit.partial is not None or not unit.requires_all_reduce for unit in self.units):
             self.finish_sums()  # partial sums, which wait for other machines, are part of the next sums
         from dataparallel.sharded.units.over_machines import SumsOverMachines
 
-        return SumsOverMachines(self, self.machines, computing)
+        return SumsOverMachines(self.units, self.slots, self.order_of_sums, self.machines, computing)
+
+    def pass_gradients(self) -> PassGradients:
+        """Returns the gradients of the running pass, which a loss reaches without a unit."""
+        return self.join_pass(reaches_units=False).sums.summed
 
     def deliver(self, unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
         """Takes the gradients of all parameters of a unit on a slot, from the backward of their node."""
@@ -529,3 +422,93 @@ class Tree:
         wait_for([] if after_reads is None else [after_reads], computing.values())
         if any(unit.is_offloaded for unit in self.units):
             note_host_reads(copies)
+
+
+class RootCall:
+    """One call of the root on some slots: the order of its units in forward, and gathers ahead in both directions.
+
+    ``ready``: for each accelerator an event after which shards may be read.
+    """
+
+    def __init__(self, tree: Tree, slots: Sequence[torch.device]) -> None:
+        self.tree, self.slots = tree, list(slots)
+        tree.last_call = self
+        for unit in tree.units:
+            unit.begin_gathers(len(slots), tree.gathers)
+            unit.settle, unit.pass_gradients, unit.copies = tree.settle, tree.pass_gradients, tree.copies
+            unit.deliver = partial(tree.deliver, unit)
+        self.computing = current_streams(tree.slots)
+        ready = tree.take_post_optim_event() or tree.units[0].streams.meet("calls", map(Event, self.computing.values()))
+        self.ready = {} if ready is None else dict.fromkeys(self.computing, ready)
+        self._versions: dict[ShardedUnit, list[int]] = {}
+        # For each slot its units in the order in which their forwards began, and ended.
+        self._begun: list[list[Unit]] = [[] for _ in slots]
+        self._ended: list[list[Unit]] = [[] for _ in slots]
+        self.in_graphs: list[list[SlotUnit]] = [[] for _ in slots]  # whose parameters captured graphs read
+
+    def begin_unit(self, unit: Unit, slot: int) -> list[int]:
+        """Starts the gathers of the units that follow one whose forward begins. Returns the versions of this one."""
+        begun = self._begun[slot]
+        if not begun or begun[-1] is not unit:
+            begun.append(unit)
+        versions = self._versions[unit] = unit.versions()
+        ahead = unit.forward_prefetch
+        if ahead is None:
+            following = self.tree.next_unit.get(unit)
+            ahead = [] if following is None else [following]
+        for other in ahead:
+            other.slot_units[slot].start(self.ready)
+        return versions
+
+    def gather_for_graphs(self, slot: int, call: object) -> None:
+        """Begins the backward of all units that captured graphs read on a slot, in the ``call`` of the root."""
+        for slot_unit in self.in_graphs[slot]:
+            slot_unit.unit.refuse_changed(self._versions[slot_unit.unit])
+            if slot_unit.begin_backward(call, ends_with_gradients=True):
+                slot_unit.make_full(self.ready)
+
+    def end_unit(self, unit: Unit, slot: int) -> int:
+        """Notes the end of a unit's forward. Returns the unit's position in the order of these ends."""
+        ended = self._ended[slot]
+        ended.append(unit)
+        return len(ended) - 1
+
+    def gather_for_backward(self, unit: Unit, slot_unit: SlotUnit, position: int, running: BackwardPass) -> None:
+        """Gathers a unit whose backward comes next, and starts the gathers of units before ``position`` in forward."""
+        # A later call of another tree may have bound the unit. The copies of that tree stay, because its gathers may be
+        # under way; the gradients are for this tree.
+        unit.deliver = partial(self.tree.deliver, unit)
+        running.note_unit_begun(slot_unit.slot, position, self._ended)
+        running.wait_for_others(slot_unit.slot)
+        if unit.unshard_in_backward:
+            slot_unit.make_full(self.ready)
+        ahead = unit.backward_prefetch
+        if ahead is None:
+            ahead = self._ended[slot_unit.slot][max(position - 1, 0) : position]
+        # Sums go first: the slot's next delivery waits for them, and links serve copies in the order of their launches.
+        # Kernels that read peers share the links.
+        latest, receiving = running.sums.latest_sum, unit.streams.receiving[slot_unit.slot]
+        for other in ahead:
+            # A unit whose parameters have changed is not gathered ahead, because `ready` is before the change. The
+            # unit's own backward refuses the change.
+            if not other.unshard_in_backward or other.versions() != self._versions.get(other):
+                continue
+            if not other.slot_units[slot_unit.slot].is_started:
+                if latest is not None and receiving is not None and other.tables is None:
+                    latest.make_wait(receiving)
+                other.slot_units[slot_unit.slot].start(self.ready)
+
+    def end_forward(self, has_failed: bool) -> None:
+        """Notes the order of the units for the next call, after the forward has ended on all slots."""
+        for slot_unit in chain.from_iterable(self.in_graphs):
+            slot_unit.end_use()
+        order = self._begun[0]
+        if not has_failed:
+            self.tree.next_unit = dict(reversed([*pairwise(order)]))
+        for unit in self.tree.units:
+            for slot_unit in unit.slot_units:
+                slot_unit.note_forward_end(has_failed)
+            if has_failed:
+                unit.pieces.drop()
+            unit.end_gathers()
+        self.tree.show_current()

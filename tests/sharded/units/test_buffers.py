@@ -151,7 +151,7 @@ def fill(full: FullBuffer) -> list[Tensor]:
         for part, value in zip(parts, values, strict=True):
             rows = value.reshape(-1, *value.shape[1:]) if value.dim() else value.reshape(1)
             part.reshape(-1).copy_(rows.tensor_split([(len(rows) + 1) // 2])[owner].reshape(-1))
-    full.pull(pieces, first=1)
+    full.pull(pieces, 1, full.layout)
     full.fill()
     return values
 

@@ -16,10 +16,10 @@ from clocked import check_clocks
 from dataparallel import comm
 from dataparallel.comm.streams.current import Event, current_streams, streams_joined, streams_set
 from dataparallel.comm.transport_choice import why_no_tables
-from dataparallel.sharded.units.buffers import Layout
-from dataparallel.sharded.units.gradients import PassGradients
-from dataparallel.sharded.units.tree import SumsOfPass
-from dataparallel.sharded.units.unit import Precision, Unit
+from dataparallel.sharded.units.buffers import Layout, Precision
+from dataparallel.sharded.units.gradients import SumsOfPass
+from dataparallel.sharded.units.sharded_unit import PassGradients
+from dataparallel.sharded.units.unit import Unit
 from made_units import unit_of, values
 from memory import Growth, nbytes
 

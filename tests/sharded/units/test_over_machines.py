@@ -10,11 +10,10 @@ import torch
 from torch import distributed, nn
 
 from dataparallel.composable import fully_shard
+from dataparallel.machines.arguments import MachineMesh
 from dataparallel.machines.collectives import reduce_scatter, stage
 from dataparallel.machines.errors import PeerFailed
-from dataparallel.machines.group import Machines
-from dataparallel.machines.lanes import masks_of
-from dataparallel.sharded.units.over_machines import MachinesOfTree
+from dataparallel.machines.lanes import Machines, masks_of
 from machine_ranks import on_machines
 from sharded_machines import spread
 
@@ -43,7 +42,7 @@ def ends(rank: int, devices: list[Any], failing: int) -> Any:
     """Four machines, two groups; one machine fails in a pass in which each group has sums."""
     rows = [distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     columns = [distributed.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    machines = MachinesOfTree(Machines.of(rows[rank // 2]), Machines.of(columns[rank % 2]))
+    machines = MachineMesh(Machines.of(rows[rank // 2]), Machines.of(columns[rank % 2]))
     row, column = machines.shard, machines.replicate
     assert (row.ranks, column.ranks) == ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
     outcomes = []

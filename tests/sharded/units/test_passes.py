@@ -12,7 +12,7 @@ import torch
 
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.sharded.units import tree
-from dataparallel.sharded.units.gradients import PassGradients
+from dataparallel.sharded.units.sharded_unit import PassGradients
 from dataparallel.sharded.units.tree import BackwardPass
 from made_units import in_backward
 

@@ -191,10 +191,10 @@ def test_pieces_that_are_dropped_while_a_slot_reads_them_last_as_long(slots):
     model(rows(slots))
     unit = units(model)[0]
     expected = whole(model.layers[0].weight)
-    borrowed = unit.pieces.borrow(1)
+    borrowed = unit.pieces.borrow(1, unit.versions())
     unit.free()
     assert pieces(model)
-    assert unit.pieces.borrow(0) is None
+    assert unit.pieces.borrow(0, unit.versions()) is None
     streams = unit.streams.pulling[1]
     for piece in borrowed:
         for stream in streams.values() if piece.written is not None else ():

@@ -2,8 +2,6 @@
 
 import weakref
 from collections.abc import Mapping
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -56,8 +54,7 @@ class TestShards:
 
 def source(owned: OwnedShards, dtype: torch.dtype, pulls: int = 2) -> tuple[PullSource, TreeStreams]:
     tree_streams = TreeStreams(owned.owners)
-    unit: Any = SimpleNamespace(dtype_on_slots=lambda _: dtype, streams=tree_streams, copies=LastCopies())
-    return PullSource(unit, owned, pulls), tree_streams
+    return PullSource(owned, dtype, tree_streams, LastCopies(), pulls), tree_streams
 
 
 def pieces_of(made: PullSource) -> tuple[list[torch.Tensor], Mapping[torch.device, Event]]:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from clocked import check_clocks
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
-from dataparallel.sharded.units.buffers import FullBuffer
+from dataparallel.sharded.units.buffers import FullBuffer, Precision
 from dataparallel.sharded.units.shards import wait_for
 from dataparallel.sharded.units.slot_unit import SlotUnit
-from dataparallel.sharded.units.unit import Precision, Unit
+from dataparallel.sharded.units.unit import Unit
 from made_units import unit_of, values
 
 

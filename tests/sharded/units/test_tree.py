@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel.sharded.units.calls import RootCall
 from dataparallel.sharded.units.slot_unit import SlotUnit
-from dataparallel.sharded.units.tree import Tree
+from dataparallel.sharded.units.tree import RootCall, Tree
 from dataparallel.sharded.units.unit import Unit
 from made_units import Registry, in_backward, unit_of, values
 
@@ -30,10 +29,10 @@ def call_units(call: RootCall, units: list[Unit], slots: list[Any], between: Cal
         for unit in units:
             slot_unit: SlotUnit = unit.slot_units[slot]
             slot_unit.use(call.ready, Registry())
-            call.begin_unit(slot_unit)
+            call.begin_unit(unit, slot)
             between(unit)
             slot_unit.end_use()
-            call.end_unit(slot_unit)
+            call.end_unit(unit, slot)
             slot_unit.note_module_end(0, has_backward=True)
 
 
@@ -118,7 +117,7 @@ class TestSettling:
             drop()
 
         def begin() -> None:
-            call.join_pass()
+            tree.join_pass(call)
             units[-1].slot_units[0].make_full(call.ready)
             ending.join(60)
             stays_full.append(units[-1].slot_units[0].is_full)
@@ -129,7 +128,7 @@ class TestSettling:
             in_backward(begin)
 
         monkeypatch.setattr(units[0].pieces, "drop", drop_when_another_may_have_begun)
-        ending = threading.Thread(target=in_backward, args=[call.join_pass])
+        ending = threading.Thread(target=in_backward, args=[lambda: tree.join_pass(call)])
         other = threading.Thread(target=begin_later)
         for thread in (other, ending):
             thread.start()

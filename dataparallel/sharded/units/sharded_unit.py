@@ -1,0 +1,432 @@
+"""`ShardedUnit` is the parameters that one ``fully_shard`` gathers and frees together, where their owners have them.
+
+`PassGradients` brings the sums of a pass to their ``.grad``, which has the same owners.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from dataparallel import _torch
+from dataparallel.comm import settings
+from dataparallel.comm.host import can_pin
+from dataparallel.comm.streams.current import Event
+from dataparallel.devices import CPU
+from dataparallel.gradients.gradient_sums import hooked
+from dataparallel.sharded import operators
+from dataparallel.sharded.tensor import ShardedTensor, divided_like, is_divided_alike
+from dataparallel.sharded.units.buffers import DtypeGroup, Layout, PeerTables, Precision
+from dataparallel.sharded.units.shards import (
+    LastCopies,
+    OwnedShards,
+    PullSource,
+    SourceOverMachines,
+    TreeStreams,
+    UnitPieces,
+    cut_of,
+)
+from dataparallel.weak_members import WeakMembers
+
+if TYPE_CHECKING:
+    from dataparallel.machines.arguments import MachineMesh
+    from dataparallel.machines.lanes import Lane
+
+Source = TypeVar("Source", bound=PullSource)
+
+
+class Registries:
+    """Where the parameters of a unit are registered: in the user's modules, or in a replica.
+
+    ``entries``: the ``_parameters`` of a module, the name there, the position in the unit.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[dict[str, Any], str, int]] = []
+
+    def register(self, parameters: Sequence[Tensor]) -> None:
+        """Registers ``parameters``, the sharded or the full ones, in the unit's order."""
+        for registry, name, position in self.entries:
+            registry[name] = parameters[position]
+
+
+NewGradients: TypeAlias = dict[int, list[ShardedTensor]]
+"""By the ``id`` of a parameter: sums of one pass that are not in ``.grad`` yet."""
+
+
+class PassGradients:
+    """The gradients of one backward: what units have summed, and what the engine has brought to parameters directly.
+
+    Passes of several trees in one backward share it, because these trees may share units, and hooks run once.
+
+    They go to ``.grad`` when the pass has succeeded, and a pass that fails changes no ``.grad``: its threads may still
+    sum when the caller has zeroed all gradients.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, ShardedTensor] = {}
+        self._new: list[NewGradients] = []  # of each pass
+        self._direct: list[tuple[ShardedTensor, Any]] = []  # parameters, and what the engine has brought
+        self._open_passes = 0
+        self._has_failed = False
+
+    def begin_pass(self) -> NewGradients:
+        """Begins a pass, and returns what it fills. `end_pass` or `fail_pass` follows."""
+        self._open_passes += 1
+        self._new.append({})
+        return self._new[-1]
+
+    def add_direct(self, parameter: ShardedTensor, gradient: Tensor) -> None:
+        """Adds a part of a gradient at the end of the backward, when the streams have waited for all sums."""
+        self._direct.append((parameter, gradient))
+
+    def take_direct(self, parameters: Collection[ShardedTensor]) -> list[tuple[ShardedTensor, Any]]:
+        """Takes back what `add_direct` was given for these parameters."""
+        keys = {*map(id, parameters)}
+        taken = [pair for pair in self._direct if id(pair[0]) in keys]
+        self._direct = [pair for pair in self._direct if id(pair[0]) not in keys]
+        return taken
+
+    def add_sum(self, of_pass: NewGradients, parameter: ShardedTensor, gradient: ShardedTensor) -> None:
+        """Adds a sum that nobody else holds."""
+        self._parameters[id(parameter)] = parameter
+        of_pass.setdefault(id(parameter), []).append(gradient)
+
+    def publish(self, of_pass: NewGradients) -> None:
+        """Makes new gradients the parameters' ``.grad`` where there is none, except those that hooks have to see."""
+        if self._has_failed:
+            raise RuntimeError(
+                "this backward has lost gradients: it shares modules with another one, which has failed. Zero the "
+                "gradients, and run it again"
+            )
+        for parameter, gradients in self._unhooked(of_pass):
+            if parameter.grad is None:
+                parameter.grad = gradients.pop(0)
+
+    @torch.no_grad()
+    def add(self, of_pass: NewGradients) -> None:
+        """Publishes new gradients, and adds others to ``.grad`` on the current streams, which wait for the sums."""
+        self.publish(of_pass)
+        while unhooked := self._unhooked(of_pass):
+            by_device: defaultdict[torch.device, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+            for parameter, gradients in unhooked:
+                assert parameter.grad is not None
+                for shard, addition in zip(parameter.grad._shards, gradients.pop(0)._shards, strict=True):
+                    shards, additions = by_device[shard.device]
+                    shards.append(shard)
+                    additions.append(addition)
+            for shards, additions in by_device.values():
+                _torch.foreach_add_(shards, additions)
+
+    def _unhooked(self, of_pass: NewGradients) -> list[tuple[ShardedTensor, list[ShardedTensor]]]:
+        pairs = [(self._parameters[key], found) for key, found in [*of_pass.items()] if found]
+        return [(parameter, found) for parameter, found in pairs if not _torch.hooks_of(parameter)]
+
+    def fail_pass(self) -> None:
+        self._open_passes -= 1
+        self._has_failed = True
+
+    @torch.no_grad()
+    def end_pass(self) -> None:
+        """Ends a pass. The last one completes the gradients and runs the parameters' hooks.
+
+        The current streams have waited for the sums.
+        """
+        self._open_passes -= 1
+        if self._open_passes:
+            return
+        for parameter, direct in self._direct:
+            self.add_sum(self._new[0], parameter, direct.clone())  # other code may hold `direct`
+        self._direct.clear()
+        self.add(self._new[0])
+        for key, parameter in self._parameters.items():
+            if found := [gradient for of_pass in self._new for gradient in of_pass.pop(key, [])]:
+                gradient, *others = found
+                for other in others:
+                    gradient.add_(other)
+                changed: Any = hooked(parameter, gradient)
+                gradient = changed if is_divided_alike(changed, parameter) else divided_like(changed, gradient)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            for hook in [*(_torch.hooks_after_accumulation_of(parameter) or {}).values()]:
+                hook(parameter)
+
+
+class FormerGrad:
+    """Remembers a parameter's ``.grad`` while gradients are held that are dropped if the user drops or zeroes it.
+
+    Where there is no ``.grad`` it becomes zeros, made on the current streams, which are the computing ones.
+    """
+
+    def __init__(self, parameter: ShardedTensor) -> None:
+        if parameter.grad is None:
+            # An operator on sharded tensors would run on other streams in a backward.
+            zeros = [torch.zeros_like(shard) for shard in parameter._shards]
+            parameter.grad = ShardedTensor(zeros, parameter.placement, parameter.shape, devices=parameter.devices)
+        # Strongly: torch swaps no tensor with weak references.
+        self._grad, self._overwrites = parameter.grad, parameter.grad._overwrites
+
+    @torch.no_grad()
+    def is_void(self, parameter: ShardedTensor) -> bool:
+        """True if the parameter has another ``.grad`` now, or one that was overwritten by zeros.
+
+        Scaling counts for nothing: what is scaled may be the zeros that say that gradients are held.
+        """
+        grad = parameter.grad
+        if grad is None or self._grad is not grad:
+            return True
+        if grad._overwrites == self._overwrites:
+            return False
+        with operators.ordered_in_backward({shard.device for shard in grad._shards}):
+            return not any(bool(shard.any()) for shard in grad._shards)
+
+
+class PartialSums:
+    """Sums of one unit that wait for the sums of other machines, in memory of the computing streams, which are current.
+    ``totals``: for each dtype the parts of all owners on this machine. ``present``: positions with gradients.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[DtypeGroup],
+        parameters: Sequence[ShardedTensor],
+        totals: Sequence[Sequence[Tensor]],
+        present: Iterable[int],
+    ) -> None:
+        self._groups, self._parameters, self.totals = groups, parameters, totals
+        self._former = {i: FormerGrad(parameters[i]) for i in present}
+
+    @property
+    def present(self) -> Collection[int]:
+        return self._former
+
+    def drop_void(self) -> None:
+        """Drops the sums of parameters whose ``.grad`` the user has dropped or zeroed."""
+        for i in [i for i, former in self._former.items() if former.is_void(self._parameters[i])]:
+            del self._former[i]
+            for (kept, layout, _), parts in zip(self._groups, self.totals, strict=True):
+                if i in kept:
+                    for flat in parts:
+                        layout.zero_columns(kept.index(i), flat)
+
+
+class ShardedUnit:
+    """The parameters of one unit at their owners. `units.unit.Unit` gathers them on slots.
+
+    A unit may belong to several trees, one after the other. Its calls use what is of the last one. A user may change
+    settings at any time: these are the attributes with a default.
+
+    Attributes:
+        reshard_after_forward: free the parameters after forward (``True``), keep them (``False``), or shard them over
+            groups of so many slots until backward (a number).
+        is_reshard_automatic: the user has not set ``reshard_after_forward``.
+        reshard_after_backward: free the parameters after backward.
+        requires_gradient_sync: sum the gradients of all slots in backward; otherwise they stay on the slots.
+        requires_all_reduce: sum gradients over the machines that have the same shards; otherwise partial sums wait.
+        gradient_divide_factor: sums are divided by it.
+        unshard_in_backward: gather this unit before its backward.
+        is_last_backward: a pass of backward waits for its sums.
+        registries: where the parameters are registered in the user's modules.
+        settle: waits until the tree of the last call runs no pass of backward.
+        pass_gradients: returns the gradients of the pass that the running backward has in that tree.
+        deliver: gives the gradients of all parameters on a slot to the tree that takes them.
+        copies: notes the last copies of shards that slots have pulled from; those of its tree.
+        indices: for each dtype the positions of its parameters; ``owned`` has their flat shards.
+        groups: for each dtype the parameters that need gradients, and their layout.
+        trainable: positions of the parameters that need gradients.
+        partial: sums of this machine, or of its shard group, that wait for the sums of other machines.
+        pieces: what slots keep between forward and backward.
+        comm_settings: those of the last call. Its backward may run in threads without the caller's settings.
+        tables: the tables of the unit if kernels serve it in this call.
+        graphs: captured graphs of all trees of the unit, which read full parameters where they are.
+    """
+
+    reshard_after_forward: bool | int = True
+    is_reshard_automatic: bool = False
+    reshard_after_backward: bool = True
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    gradient_divide_factor: float = 1.0
+    unshard_in_backward: bool = True
+    all_reduce_hook: Callable[[Tensor], None] | None = None
+    post_optim_event: torch.Event | Sequence[torch.Event] | None = None
+    is_last_backward: bool = True
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[ShardedTensor],
+        slots: Sequence[torch.device],
+        precision: Precision,
+        *,
+        is_offloaded: bool = False,
+        pin: bool = False,
+        machines: MachineMesh | None = None,
+    ) -> None:
+        self.name, self.slots, self.precision = name, list(slots), precision
+        self.is_offloaded, self._pin, self.machines = is_offloaded, pin, machines
+        self.graphs: WeakMembers[Any] = WeakMembers()
+        self.parameters = list(parameters)
+        self.number_of_modules = 1
+        self.settle: Callable[[], None] = lambda: None
+        self.pass_gradients: Callable[[], PassGradients] | None = None
+        self.deliver: Callable[[int, Sequence[Tensor | None]], None] | None = None
+        self.copies = LastCopies()
+        self.registries = Registries()
+        self.streams = TreeStreams(self.slots)
+        self._lock = threading.Lock()
+        self._making = threading.Lock()  # held while slots get their units: the first calls may come at once
+        self._make_owned()
+
+    def _make_owned(self) -> None:
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, parameter in enumerate(self.parameters):
+            by_dtype.setdefault(parameter.dtype, []).append(i)
+        self.indices = [*by_dtype.values()]
+        self.owned = [
+            OwnedShards([self.parameters[i] for i in indices], self.slots, self._pin, self.sharded_over)
+            for indices in self.indices
+        ]
+        self._noted_versions: list[int] | None = None  # as a call or pass began
+        self._had_no_values = any(owned.are_on_meta for owned in self.owned)
+        self._parameter_flags = self._present_flags()
+        self.trainable = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
+        self.groups: list[DtypeGroup] = []
+        for indices, owned in zip(self.indices, self.owned, strict=True):
+            if kept := [i for i in indices if self.parameters[i].requires_grad]:
+                shapes, cuts = [self.parameters[i].shape for i in kept], [cut_of(self.parameters[i]) for i in kept]
+                layout = Layout(shapes, cuts, len(self.slots), None, *self.sharded_over)
+                self.groups.append((kept, layout, owned.dtype))
+        self.partial: PartialSums | None = None
+        self.pieces = UnitPieces(len(self.slots), self.indices, self.owned)
+        self.comm_settings = settings.current()
+        self.tables: PeerTables | None = None
+        self._made_tables: PeerTables | None = None
+        self._sources: list[PullSource] = []
+        # All machines have to gather the same units in one order, whichever of their slots comes first. So the first
+        # gathers of all slots use the same sources, their second ones the next, and so on.
+        self._sent: list[list[SourceOverMachines]] = []
+        self._number_sent = [0] * len(self.slots)  # for each slot
+        self._gathers: Lane | None = None  # of the last tree that has called the unit
+        self._epoch: int | None = None  # of the machines, in which the call or pass has begun
+        self._pulls = len(self.slots)  # how many slots pull in a round
+
+    def _present_flags(self) -> list[Any]:
+        return [(id(p), p.dtype, p.requires_grad) for p in self.parameters]
+
+    @property
+    def full_bytes(self) -> int:
+        """The bytes of the full parameters on one slot, with padding."""
+        return sum(
+            owned.layout.owners * owned.layout.numel * self.precision.on_slots(owned.dtype).itemsize
+            for owned in self.owned
+        )
+
+    @property
+    def is_sharded_over_machines(self) -> bool:
+        return self.machines is not None and self.machines.gathers is not None
+
+    @property
+    def sharded_over(self) -> tuple[int, int]:
+        """How many machines the parameters are sharded over, and the number of this machine among them."""
+        return (1, 0) if self.machines is None else (self.machines.shard_size, self.machines.shard_rank)
+
+    def to_host(self, part: Tensor) -> Tensor:
+        """Returns a copy in host memory, which the current stream completes."""
+        if part.device == CPU:
+            return part
+        pinned = self._pin and can_pin(part.device.type)
+        host = torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned)
+        return host.copy_(part, non_blocking=pinned)
+
+    # ---- sources of pulls --------------------------------------------------------------------------------------------
+
+    def sources(self) -> list[PullSource]:
+        """Returns for each dtype the source of this round, from which each slot pulls once."""
+        with self._lock:
+            if not self._sources or self._sources[0].is_used_up:
+                self._sources = self._make_sources(PullSource)
+            return self._sources
+
+    def _make_sources(self, kind: type[Source]) -> list[Source]:
+        on_slots, streams, copies, pulls = self.precision.on_slots, self.streams, self.copies, self._pulls
+        return [kind(owned, on_slots(owned.dtype), streams, copies, pulls) for owned in self.owned]
+
+    def sent_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[PullSource] | None:
+        """Returns the sources of the slot's next gather, which machines have begun to send; ``None`` without them."""
+        if self.machines is None or self.machines.gathers is None:
+            return None
+        lane = self._gathers or self.machines.gathers
+        epoch = lane.machines.epoch if self._epoch is None else self._epoch  # outside of a call there is none
+        with self._lock:
+            number = self._number_sent[slot]
+            self._number_sent[slot] += 1
+            if number == len(self._sent):
+                self._sent.append(self._make_sources(SourceOverMachines))
+                for source in self._sent[number]:
+                    source.send(self.name, lane, epoch, ready)
+            return self._sent[number]
+
+    def _renew_sources(self, pulls: int) -> None:
+        """Drops all sources, so that shards are cast or sent again for the next ``pulls`` slots."""
+        with self._lock:
+            old = [*self._sources, *chain.from_iterable(self._sent)]
+            self._sources, self._sent, self._number_sent, self._pulls = [], [], [0] * len(self.slots), pulls
+        for source in old:
+            source.drop()
+
+    def versions(self) -> list[int]:
+        """Returns numbers that change with the values of the parameters. A call or pass keeps its first ones.
+
+        Writes that torch does not see, such as those of ``shard.data``, change none.
+        """
+        noted = self._noted_versions  # read once: a call of another thread may end now
+        if noted is not None:
+            return noted
+        versions = [*map(_torch.version_of, self.parameters)]  # not moved by writes through `data` or `shards`
+        for owned in self.owned:
+            versions += owned.versions()
+        return versions
+
+    def begin_gathers(self, slots: int, lane: Lane | None = None) -> None:
+        """Begins a call or a pass of backward on the first ``slots`` slots. Until it ends, no parameter may change.
+
+        ``lane``: that of the tree, if parameters are sharded over machines. All gathers of a tree have one order.
+        """
+        self._noted_versions = None
+        self._noted_versions = self.versions()
+        self._epoch = None if lane is None else lane.machines.epoch
+        self._gathers = lane or self._gathers
+        self._renew_sources(slots)
+
+    def end_gathers(self) -> None:
+        """Ends a call or a pass: the parameters may change. Copies for slots that have not pulled are dropped."""
+        self._noted_versions = self._epoch = None
+        self._renew_sources(len(self.slots))
+
+    def has_group(self, slot: int, size: int) -> bool:
+        """True if the slot may keep a piece. Over machines its whole group has to take part, as all gather alike."""
+        return self.sharded_over[0] == 1 or slot - slot % size + size <= self._pulls
+
+    def refuse_changed(self, versions: list[int]) -> None:
+        """Raises if a parameter has changed since a forward, in which `versions` returned these."""
+        if self.versions() != versions:
+            raise RuntimeError(
+                f"a parameter of the unit {self.name!r} was changed in place between forward and backward, "
+                "which needs its former values. Step the optimizer after backward"
+            )
+
+    def refuse_write(self, position: int) -> NoReturn:
+        """Raises because other code wrote to the full parameter at this position."""
+        name = next(name for _, name, at in self.registries.entries if at == position)
+        raise RuntimeError(
+            f"{name!r} in the unit {self.name!r} was changed in place while it was full. The full parameter is a "
+            "copy, so the change would be lost. Change the sharded one, which the module has after reshard(). If "
+            "forward changes it, use replicate. An Embedding with max_norm does: leave max_norm out, and after "
+            "each step call shard.renorm_(norm_type, 0, max_norm) for each shard of weight.shards, in no_grad()"
+        )
