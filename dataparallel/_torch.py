@@ -86,6 +86,8 @@ def is_in_backward() -> bool:
     return current_graph_task_id() != -1
 
 
+use_count = private("torch.Tensor._use_count", "know if a graph reads a parameter")
+storage_use_count = private("torch._C._storage_Use_Count", "know if a graph reads a parameter's memory")
 will_engine_execute_node = private("torch._C._will_engine_execute_node", "ask if backward reaches a parameter")
 current_node = private("torch._C._current_autograd_node", "know whose gradient a hook is called with")
 

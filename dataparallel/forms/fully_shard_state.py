@@ -119,7 +119,7 @@ class FullyShardState(StateOnSlots):
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type != "meta":
                     module._buffers[key] = buffer.to(self.slots[0])
-        unit.show_sharded()
+        unit.registries.register(unit.parameters)
         self.unit = unit
         self._parameters = []  # frees the plain parameters
 

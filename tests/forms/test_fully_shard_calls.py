@@ -260,6 +260,37 @@ class TestModes:
         assert_same_results(pair, use)
         assert_same_results(pair, lambda model: forward_backward(model, x))
 
+    BETWEEN: ClassVar = {
+        "nothing": lambda model, x: None,
+        "an evaluation": lambda model, x: torch.no_grad()(model)(x),
+        "a backward": lambda model, x: mean_square_loss(model(2 * x)).backward(),
+        "calls": lambda model, x: mean_square_loss(model(2 * x)) - mean_square_loss(model(3 * x)),
+    }
+
+    @pytest.mark.parametrize("backwards", [1, 2])
+    @pytest.mark.parametrize("between", BETWEEN)
+    def test_calls_and_backwards_before_that_of_a_penalty(self, between, backwards, slots, pair, x):
+        """As a critic is trained: the penalty of one call, then the losses of others. The graph keeps parameters."""
+
+        def use(model):
+            leaf = x.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(mean_square_loss(model(leaf)), leaf, create_graph=True)
+            loss = self.BETWEEN[between](model, x)
+            total = gradient.square().sum() + (loss if between == "calls" else 0)
+            for last in range(1, backwards + 1):
+                total.backward(retain_graph=last < backwards)
+            return [total, leaf.grad]
+
+        assert_same_results(pair, use)
+        several, one = pair
+        with torch.no_grad():  # as optimizers do that torch does not notice
+            for parameter in several.parameters():
+                for shard in parameter.data.shards:
+                    shard.data.mul_(2)
+            for parameter in one.parameters():
+                parameter.mul_(2)
+        assert_same_results(pair, lambda model: forward_backward(model, x))
+
     def test_the_gradient_of_the_input_alone_leaves_none_on_parameters(self, slots, pair, x):
         def use(model):
             leaf = x.clone().requires_grad_()

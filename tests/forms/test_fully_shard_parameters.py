@@ -1,5 +1,6 @@
 """Parameters of a sharded model: of all kinds, frozen, tied, shared, replaced, on meta, loaded and converted."""
 
+import copy
 import functools
 import gc
 import io
@@ -287,6 +288,42 @@ class TestMeta:
         (tokens,), _ = next(batches_of(MODEL, slots))
         with pytest.raises(RuntimeError, match=r"to_empty|meta"):
             several(tokens)
+
+
+BEFORE_THE_NEXT_CALL = {
+    "zero_grad": lambda model, loss: model.zero_grad(),
+    "reshard": lambda model, loss: model.reshard(),
+    "double": lambda model, loss: model.double(),
+    "state_dict": lambda model, loss: model.state_dict(),
+    "backward": lambda model, loss: loss.backward(),
+}
+
+
+@pytest.mark.parametrize("replaced", ["assigned", "None"])
+@pytest.mark.parametrize("then", BEFORE_THE_NEXT_CALL)
+def test_a_parameter_that_was_replaced_stays_so_until_the_next_call(replaced, then, pair, x):
+    """That takes it over, or says that it cannot."""
+    several, _ = pair
+    loss = mean_square_loss(several(x))
+    layer = several.layers[1].linear
+    if replaced == "None":
+        layer.bias = None
+    else:
+        several.load_state_dict({key: 2 * value for key, value in several.state_dict().items()}, assign=True)
+    found = [layer.weight, layer.bias]
+    BEFORE_THE_NEXT_CALL[then](several, loss)
+    assert layer.bias is found[1]
+    if replaced == "None":
+        with pytest.raises(RuntimeError, match=r"'bias' in the unit 'layers\.1' was replaced by None"):
+            several(x)
+        return
+    one = copy.deepcopy(pair[1])
+    with torch.no_grad():
+        for parameter in one.parameters():
+            parameter.mul_(2)
+    for model in (several, one):
+        model.zero_grad()
+    assert_same_results((several, one), lambda model: forward_backward(model, x))
 
 
 @pytest.mark.parametrize("map_location", [None, "cpu"])

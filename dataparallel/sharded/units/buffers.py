@@ -261,6 +261,11 @@ class FullBuffer:
         """The memory, as bytes. Writes there change no version of a parameter."""
         return self._buffer.view(torch.uint8)
 
+    @property
+    def references(self) -> int:
+        """How many tensors there are on the memory, and the buffer's own."""
+        return int(_torch.storage_use_count(self._storage._cdata))
+
     def allocate(self) -> None:
         """Gives the parameters memory, unless they have some. `fill` gives them values."""
         if self._storage.nbytes() != self.nbytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import gt
 
 import torch
 from torch import Tensor
@@ -70,7 +71,8 @@ class SlotUnit:
         self._open_calls: dict[object, int | None] = {}
         self._has_all_gradients = False  # of the parameters, in this backward
         self.is_in_backward = False
-        self._is_kept_for_graph = False  # a recorded backward has ended, whose graph reads the parameters
+        self._is_kept_for_graph = False  # a recorded backward has ended, and its graph may still read the parameters
+        self._own_references: list[int] = []  # how many the parameters and their memory have without a graph
         self._is_as_after_backward = False  # no call has used the parameters since the last pass of backward
         self._modules_run: set[int] = set()  # numbers of the unit's modules that have run in this forward
 
@@ -212,7 +214,7 @@ class SlotUnit:
         self._pull_event = None
         self.is_full = True
         if not self._full_versions:
-            self._full_versions = self._versions_of_full()
+            self._full_versions, self._own_references = self._versions_of_full(), self._references()
 
     def use(self, ready: Mapping[torch.device, Event], module: Registries) -> None:
         """Makes the parameters full for a call of ``module``, and keeps them full until `end_use`."""
@@ -252,7 +254,7 @@ class SlotUnit:
             self._pull_event = self._sent_sources = None
             if not keeps_memory:
                 self._memory_stream = None
-            self.is_full = self.is_unsharded = self._is_as_after_backward = False
+            self.is_full = self.is_unsharded = self._is_as_after_backward = self._is_kept_for_graph = False
             for module in self._showing_modules:
                 module.register(self.unit.parameters)
             self._showing_modules.clear()
@@ -275,11 +277,12 @@ class SlotUnit:
     def drop_old_values(self) -> None:
         """Frees the full parameters if the sharded ones may have changed since. Counters miss some changes.
 
-        So unchanged counters are trusted only inside the user's ``unshard()`` and, with
-        ``reshard_after_backward=False``, from a backward to the next call. A running backward needs its values.
+        So unchanged counters are trusted only inside the user's ``unshard()``, while a recorded graph is there, and,
+        with ``reshard_after_backward=False``, from a backward to the next call. A running backward needs its values.
         """
         with self._lock:
             stays = self.is_unsharded or self._is_as_after_backward or self.is_in_backward or _torch.is_in_backward()
+            stays |= self._is_kept_for_graph and self._is_read_by_graph()
             if self.is_started and not (stays and self._versions == self.unit.versions()):
                 self.free()
 
@@ -341,7 +344,8 @@ class SlotUnit:
 
     def _free_after_forward(self, has_backward: bool) -> None:
         unit, size = self.unit, self.unit.reshard_after_forward
-        if self.is_in_backward or (size is False and (has_backward or not unit.is_reshard_automatic)):
+        stays = size is False and (has_backward or not unit.is_reshard_automatic)
+        if self.is_in_backward or self._is_kept_for_graph or stays:
             return
         if has_backward and not isinstance(size, bool):
             if not unit.has_group(self.slot, size):
@@ -396,11 +400,19 @@ class SlotUnit:
             self._open_calls.clear()
             self.is_in_backward, self._is_as_after_backward = False, True
             self.is_unsharded = False  # the gradients are those of the sharded parameters
-            self._is_kept_for_graph = was_recorded and not has_failed
+            may_be_read = (was_recorded or self._is_kept_for_graph) and not has_failed
+            self._is_kept_for_graph = may_be_read and self._is_read_by_graph()
             if self._is_kept_for_graph:
                 return
             if has_failed or self.unit.reshard_after_backward:
                 self.free()
+
+    def _is_read_by_graph(self) -> bool:
+        """True if a graph has saved a parameter, or a view of one."""
+        return any(map(gt, self._references(), self._own_references))
+
+    def _references(self) -> list[int]:
+        return [*map(_torch.use_count, self.parameters), *(full.references for full in self._buffers)]
 
     def _order_computing_streams(self) -> None:
         """Makes the current stream wait for the computing stream that used the parameters last, if it is another."""

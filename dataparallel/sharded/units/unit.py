@@ -78,11 +78,19 @@ class Unit(ShardedUnit):
     def show_current(self) -> None:
         """Registers the full parameters of slot 0 if the user has gathered them by ``unshard()``, else the sharded."""
         shown = [slot for slot in self.slot_units[:1] if slot.is_full and slot.is_unsharded]
-        self.registries.register(shown[0].parameters if shown else self.parameters)
+        self._show(shown[0].parameters if shown else self.parameters)
 
     def show_sharded(self) -> None:
         """Registers the sharded parameters, so that all code finds the same. Only in ``unshard()`` there are others."""
-        self.registries.register(self.parameters)
+        self._show(self.parameters)
+
+    def _show(self, parameters: Sequence[Tensor]) -> None:
+        """Registers ``parameters`` where the unit's own are. What other code has put there stays for `refresh`."""
+        known: list[Sequence[Tensor]] = [self.parameters, *(slot.parameters for slot in self.slot_units[:1])]
+        for registry, name, position in self.registries.entries:
+            found = registry.get(name)
+            if any(found is own[position] for own in known):
+                registry[name] = parameters[position]
 
     # ---- before a call -----------------------------------------------------------------------------------------------
 
@@ -95,7 +103,7 @@ class Unit(ShardedUnit):
         self.settle()
         self.refuse_overwritten()
         self._adopt()
-        self.show_sharded()
+        self.registries.register(self.parameters)
         if self._parameter_flags != self._present_flags():
             self._refuse_to_lose_gradients()
             self.free()
