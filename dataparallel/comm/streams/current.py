@@ -33,6 +33,7 @@ _STREAMS: Mapping[str, tuple[int, ...]] = {
     "collectives": (1,),
     "peers are checked": (1,),
     "inputs": (2,),
+    "relays": (2,),
     "sums": (3,),
     "deliveries meet": (3,),
     "gradients": (3, 4, 5, 6),
