@@ -55,6 +55,8 @@ purposes that wait for each other anyway:
   for its pulls at its end, and need not wait for sums, except the last pass.
 - In backward a gather ahead waits for the last sums, for which ``sums meet`` stands.
 - The first owner's sum waits for the deliveries that meet.
+- Inputs arrive before a step copies between devices, so relays take their stream. On a relay the next inputs wait for
+  what it still passes on.
 - Shards leave for several slots on four streams in turn. With two, a device waits for slots that lag.
 
 ``hooks`` and ``collectives`` launch work that waits for other machines, which runs on streams of the process group.
