@@ -19,7 +19,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch
+from dataparallel.comm import transport_choice
 from dataparallel.comm.settings import using
 from dataparallel.composable import fully_shard, replicate
 from nogpu import SimulationUnavailable, simulate
@@ -169,10 +170,43 @@ class Steps:
         self._optimizer.zero_grad()
 
 
-def recorded(way: str, shape: RealShape, devices: Sequence[torch.device], kernels: bool = True) -> Recorded:
-    """Two steps by a way. Without ``kernels`` that read peers, tensors of sharded models travel by copies."""
+Peers = frozenset[tuple[int, int]]
+
+
+def some_peers(machine: Machine) -> Peers | None:
+    """The pairs of devices that have access to each other's memory; ``None`` if these are all pairs, or none."""
+    paths = {ends: path for ends, path in machine.wiring.paths.items() if HOST not in ends}
+    peers = frozenset(ends for ends, path in paths.items() if path.for_kernels)
+    return peers if 0 < len(peers) < len(paths) else None
+
+
+@contextmanager
+def only_peers(peers: Peers) -> Iterator[None]:
+    """Simulated devices say inside that these pairs are peers, and no others."""
+    module: Any = torch.sim  # type: ignore[attr-defined]
+    before = module.can_device_access_peer
+    module.can_device_access_peer = lambda one, other: (one.index, other.index) in peers
+    transport_choice.forget()
+    try:
+        yield
+    finally:
+        module.can_device_access_peer = before
+        transport_choice.forget()
+
+
+def recorded(
+    way: str,
+    shape: RealShape,
+    devices: Sequence[torch.device],
+    kernels: bool = True,
+    peers: Peers | None = None,
+) -> Recorded:
+    """Two steps by a way. Without ``kernels`` that read peers, tensors of sharded models travel by copies.
+
+    ``peers``: the pairs that are peers, if not all pairs are alike.
+    """
     stand_ins: AbstractContextManager[None] = StandIns("sim").installed() if way == TORCH else nullcontext()
-    with stand_ins, using(transport=None if kernels else "copy"):
+    with stand_ins, nullcontext() if peers is None else only_peers(peers), using(transport=None if kernels else "copy"):
         steps = Steps(way, shape, devices)
         for _ in range(WARM_UP):
             steps.run()
@@ -245,15 +279,16 @@ def main(model: str, counts: str, folder: str, *ways: str) -> None:
     alone = recorded_alone(shape, devices[0])
 
     @cache
-    def of(way: str, count: int, kernels: bool) -> Recorded:
-        return recorded(way, shape, devices[:count], kernels)
+    def of(way: str, count: int, kernels: bool, peers: Peers | None) -> Recorded:
+        return recorded(way, shape, devices[:count], kernels, peers)
 
     found: list[Prediction] = []
     numbers = [int(count) for count in counts.split(",")]
     for machine in machines_of(shape):
         cases = asked(shape, numbers, ways or WAYS, machine)
         kernels = machine in PEER_KERNELS
-        by_way = {(way, count): of(way, count, kernels or way not in BY_TABLES) for way, count in cases}
+        peers = some_peers(machine)
+        by_way = {(way, count): of(way, count, kernels or way not in BY_TABLES, peers) for way, count in cases}
         found += predictions(model, alone, by_way, machine)
         if (model, machine) == (PICTURE[0], A100) and PICTURE[1:] in by_way:
             schedule(by_way[PICTURE[1:]].one, A100).plot(Path(folder) / "step.png")

@@ -117,12 +117,13 @@ def broadcast_coalesced(
 
 @torch.no_grad()
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies source i into target i, one after the other, on the current streams.
+    """Copies source i into target i, on the current streams.
 
-    Source i and target i have the same shape; all have one dtype. All targets are on one device.
+    Source i and target i have the same shape; all have one dtype. All targets are on one device, whose stream waits for
+    the copies. The streams of the sources may go on when the sources have been read.
     """
     transport = transport_for("gather", _places([targets[0].device], [source.device for source in sources]), sources)
-    transport.copy_each(targets, sources)
+    transport.copy_each(targets, sources, senders_wait=False)
 
 
 @torch.no_grad()

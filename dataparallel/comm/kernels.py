@@ -243,12 +243,12 @@ def forget() -> None:
 class Cupy(Transport):
     """The transport by kernels, which copy and add flat buffers of peers. torch's copies carry what is in none."""
 
-    def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor], senders_wait: bool = True) -> None:
         """Copies with one launch on each device that receives, all at a time. Torch copies what is not contiguous."""
         pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if target is not source]
         both = [each for pair in pairs for each in pair]
         if not all(travels_flat(each) and each.is_contiguous() and each.dtype == both[0].dtype for each in both):
-            super().copy_each(targets, sources)
+            super().copy_each(targets, sources, senders_wait)
             return
         _launch([([source], target) for target, source in pairs])
         hold_for_peers(sources, targets)

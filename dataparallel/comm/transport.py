@@ -73,8 +73,11 @@ class Transport:
         """Copies the data into ``target``, of the same shape, on any device. By default torch copies it."""
         target.copy_(source)
 
-    def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Copies source i into target i, by default one after the other. The caller holds the memory for peers."""
+    def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor], senders_wait: bool = True) -> None:
+        """Copies source i into target i, by default one after the other. The caller holds the memory for peers.
+
+        Without ``senders_wait`` the streams of the sources may go on when the sources have been read.
+        """
         for target, source in zip(targets, sources, strict=True):
             self.copy(target, source)
 

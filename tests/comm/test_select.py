@@ -46,6 +46,7 @@ class Machine:
         monkeypatch.setattr(nccl, "why_not", lambda: self.asked.append("nccl"))
         monkeypatch.setattr(kernels, "why_not", lambda devices: self.asked.append("cupy"))
         monkeypatch.setattr(kernels, "why_not_installed", lambda: self.asked.append("cupy's files"))
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
 
 
 @pytest.fixture
