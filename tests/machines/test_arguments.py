@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from dataparallel.machines.arguments import machines_of, shard_and_replicate_groups
 from machine_ranks import on_machines, said
@@ -17,9 +18,11 @@ def test_a_group_and_a_mesh():
             function(object(), object())
 
 
-@pytest.mark.parametrize("arguments", [(object(), None), (None, object())], ids=["process_group", "mesh"])
-def test_torch_distributed_that_is_not_there(arguments, monkeypatch):
-    name = "mesh" if arguments[0] is None else "process_group"
+@pytest.mark.parametrize("name", ["process_group", "mesh"])
+def test_torch_distributed_that_is_not_there(name, monkeypatch):
+    """Or not any more, so that there is a group or a mesh."""
+    is_mesh = name == "mesh"
+    arguments = (None, DeviceMesh.__new__(DeviceMesh)) if is_mesh else (torch.distributed.ProcessGroup(0, 1), None)
     for function in (machines_of, shard_and_replicate_groups):
         with pytest.raises(RuntimeError, match=rf"^{name} was passed.* Call torch.distributed.init_process_group"):
             function(*arguments)
