@@ -87,9 +87,14 @@ def is_in_backward() -> bool:
 
 
 use_count = private("torch.Tensor._use_count", "know if a graph reads a parameter")
-storage_use_count = private("torch._C._storage_Use_Count", "know if a graph reads a parameter's memory")
+_storage_use_count = private("torch._C._storage_Use_Count", "know if a graph reads a parameter's memory")
 will_engine_execute_node = private("torch._C._will_engine_execute_node", "ask if backward reaches a parameter")
 current_node = private("torch._C._current_autograd_node", "know whose gradient a hook is called with")
+
+
+def tensors_on(storage: torch.UntypedStorage) -> int:
+    """How many tensors there are on the storage, in Python or saved by a graph, and other references to it."""
+    return int(_storage_use_count(storage._cdata))
 
 
 def is_returned(leaf_node: Any) -> bool:

@@ -263,8 +263,8 @@ class FullBuffer:
 
     @property
     def references(self) -> int:
-        """How many tensors there are on the memory, and the buffer's own."""
-        return int(_torch.storage_use_count(self._storage._cdata))
+        """See `_torch.tensors_on`."""
+        return _torch.tensors_on(self._storage)
 
     def allocate(self) -> None:
         """Gives the parameters memory, unless they have some. `fill` gives them values."""
