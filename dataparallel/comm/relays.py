@@ -51,12 +51,12 @@ def plan_relays(places: Sequence[Place], are_peers: Callable[[Place, Place], boo
         targets = sum(at == relay and other[1] != pair[1] for other, at in others)
         return targets, sum(hop in mine for hop in carried), relay != relays.get(pair, relay)
 
-    gains = True
-    while gains:
+    for _ in options:  # a few rounds are enough, and nothing proves that the choices settle
         before = relays.copy()
         for pair, found in options.items():
             relays[pair] = min(found, key=lambda relay: cost(pair, relay))
-        gains = relays != before
+        if relays == before:
+            break
     return relays
 
 
