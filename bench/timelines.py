@@ -18,11 +18,12 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -170,43 +171,15 @@ class Steps:
         self._optimizer.zero_grad()
 
 
-Peers = frozenset[tuple[int, int]]
-
-
-def some_peers(machine: Machine) -> Peers | None:
-    """The pairs of devices that have access to each other's memory; ``None`` if these are all pairs, or none."""
-    paths = {ends: path for ends, path in machine.wiring.paths.items() if HOST not in ends}
-    peers = frozenset(ends for ends, path in paths.items() if path.for_kernels)
-    return peers if 0 < len(peers) < len(paths) else None
-
-
-@contextmanager
-def only_peers(peers: Peers) -> Iterator[None]:
-    """Simulated devices say inside that these pairs are peers, and no others."""
-    module: Any = torch.sim  # type: ignore[attr-defined]
-    before = module.can_device_access_peer
-    module.can_device_access_peer = lambda one, other: (one.index, other.index) in peers
-    transport_choice.forget()
-    try:
-        yield
-    finally:
-        module.can_device_access_peer = before
-        transport_choice.forget()
-
-
 def recorded(
-    way: str,
-    shape: RealShape,
-    devices: Sequence[torch.device],
-    kernels: bool = True,
-    peers: Peers | None = None,
+    way: str, shape: RealShape, devices: Sequence[torch.device], kernels: bool = True, peers: Collection[Any] = ()
 ) -> Recorded:
-    """Two steps by a way. Without ``kernels`` that read peers, tensors of sharded models travel by copies.
-
-    ``peers``: the pairs that are peers, if not all pairs are alike.
-    """
+    """Two steps by a way. Without ``kernels`` that read peers, tensors of sharded models travel by copies."""
     stand_ins: AbstractContextManager[None] = StandIns("sim").installed() if way == TORCH else nullcontext()
-    with stand_ins, nullcontext() if peers is None else only_peers(peers), using(transport=None if kernels else "copy"):
+    # Pairs of devices' numbers. Where no devices are peers, copies go as where all are.
+    access = patch.object(torch.sim, "can_device_access_peer", lambda a, b: not peers or (a.index, b.index) in peers)
+    transport_choice.forget()
+    with stand_ins, access, using(transport=None if kernels else "copy"):
         steps = Steps(way, shape, devices)
         for _ in range(WARM_UP):
             steps.run()
@@ -279,7 +252,7 @@ def main(model: str, counts: str, folder: str, *ways: str) -> None:
     alone = recorded_alone(shape, devices[0])
 
     @cache
-    def of(way: str, count: int, kernels: bool, peers: Peers | None) -> Recorded:
+    def of(way: str, count: int, kernels: bool, peers: frozenset[Any]) -> Recorded:
         return recorded(way, shape, devices[:count], kernels, peers)
 
     found: list[Prediction] = []
@@ -287,7 +260,7 @@ def main(model: str, counts: str, folder: str, *ways: str) -> None:
     for machine in machines_of(shape):
         cases = asked(shape, numbers, ways or WAYS, machine)
         kernels = machine in PEER_KERNELS
-        peers = some_peers(machine)
+        peers = frozenset(ends for ends, path in machine.wiring.paths.items() if path.for_kernels)
         by_way = {(way, count): of(way, count, kernels or way not in BY_TABLES, peers) for way, count in cases}
         found += predictions(model, alone, by_way, machine)
         if (model, machine) == (PICTURE[0], A100) and PICTURE[1:] in by_way:
