@@ -93,7 +93,7 @@ current_node = private("torch._C._current_autograd_node", "know whose gradient a
 
 
 def tensors_on(storage: torch.UntypedStorage) -> int:
-    """How many tensors there are on the storage, in Python or saved by a graph, and other references to it."""
+    """Counts the references to the storage. Each tensor on it has one, whether Python or a graph holds the tensor."""
     return int(_storage_use_count(storage._cdata))
 
 

@@ -25,7 +25,7 @@ from dataparallel.devices import CPU
 Place = TypeVar("Place", bound=Hashable)
 
 _LEAST_BYTES = 2**16
-"""Smaller copies go through the host: two copies to begin, and their launches, take as long as one through it."""
+"""Smaller copies go through the host: launching two copies would take as long as one copy through it."""
 
 
 def plan_relays(places: Sequence[Place], are_peers: Callable[[Place, Place], bool]) -> dict[tuple[Place, Place], Place]:

@@ -34,9 +34,12 @@ log = logging.getLogger("dataparallel")
 
 Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", "reduce_scatter"]
 
-SUPPORTED: tuple[Collective, ...] = ("broadcast", "reduce_add")
-"""The operations that *nccl* and *cupy* support between CUDA devices; *nccl* also sums rows (``reduce_scatter``), and
-*cupy* gathers and scatters what is small. Plain copies and the host support all.
+SUPPORTED: dict[str, tuple[Collective, ...]] = {
+    "nccl": ("broadcast", "reduce_add", "reduce_scatter"),
+    "cupy": ("broadcast", "reduce_add"),
+}
+"""The operations that *nccl* and *cupy* support between CUDA devices; *cupy* also gathers and scatters what is small.
+Plain copies and the host support all.
 
 In a call that these transports serve, plain copies still carry tensors that do not travel flat, sums in dtypes that a
 transport cannot add, and *nccl*'s sums on a device that brings no term.
@@ -124,7 +127,7 @@ def _why_not_supported(
     if transport == "cupy" and work in ("gather", "scatter"):
         if nbytes >= STAR_BELOW_BYTES:
             return f"{transport} has no {work} of {STAR_BELOW_BYTES // 2**20} MiB and more"
-    elif work not in SUPPORTED and (transport, work) != ("nccl", "reduce_scatter"):
+    elif work not in SUPPORTED[transport]:
         return f"{transport} has no {work}"
     is_sum_of_nccl = transport == "nccl" and work in ("reduce_add", "reduce_scatter")
     if is_sum_of_nccl and settings.deterministic:

@@ -37,7 +37,7 @@ def units_of(model: nn.Module) -> list[list[nn.Module]]:
             if units[-1] and sum(map(_bytes, units[-1])) >= least:
                 units.append([])
             units[-1].append(block)
-    return [unit for unit in units if unit and sum(map(_bytes, unit)) >= _LEAST_BYTES]
+    return [unit for unit in units if sum(map(_bytes, unit)) >= _LEAST_BYTES]
 
 
 def _lists_of_blocks(module: nn.Module, most: int) -> Iterator[list[nn.Module]]:

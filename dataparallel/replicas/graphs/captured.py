@@ -213,7 +213,7 @@ class Captured:
             self._capture_forward(pieces, arguments)
             if self._records and any(output.requires_grad for output in self.outputs):
                 self._capture_backward(pieces)
-        # A launch would leave them where nobody looks.
+        # Each launch would write such gradients to memory of the capture, and none would reach a parameter.
         if any(leaf.grad is not None for _, leaf in pieces.parameter_of.values()):
             raise CannotBeCaptured("a backward inside of it gives its parameters gradients")
 

@@ -49,12 +49,10 @@ class Unit(ShardedUnit):
 
     def _adopt(self) -> None:
         """Makes parameters the unit's own that other code has registered in the user's modules."""
-        known: list[Sequence[Tensor]] = [self.parameters]
-        known += [slot_unit.parameters for slot_unit in self.slot_units[:1]]
         adopted: dict[int, ShardedTensor] = {}
         for registry, name, position in self.registries.entries:
             found = registry.get(name)
-            if any(found is parameters[position] for parameters in known) or position in adopted:
+            if self._is_own(found, position) or position in adopted:
                 continue
             own = self.parameters[position]
             if not isinstance(found, nn.Parameter) and isinstance(found, Tensor):
@@ -86,11 +84,15 @@ class Unit(ShardedUnit):
 
     def _show(self, parameters: Sequence[Tensor]) -> None:
         """Registers ``parameters`` where the unit's own are. What other code has put there stays for `refresh`."""
-        known: list[Sequence[Tensor]] = [self.parameters, *(slot.parameters for slot in self.slot_units[:1])]
         for registry, name, position in self.registries.entries:
-            found = registry.get(name)
-            if any(found is own[position] for own in known):
+            if self._is_own(registry.get(name), position):
                 registry[name] = parameters[position]
+
+    def _is_own(self, found: object, position: int) -> bool:
+        """True for the sharded parameter of this position, and for the full one that ``unshard()`` shows."""
+        return found is self.parameters[position] or any(
+            found is slot.parameters[position] for slot in self.slot_units[:1]
+        )
 
     # ---- before a call -----------------------------------------------------------------------------------------------
 
