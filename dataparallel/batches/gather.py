@@ -177,7 +177,7 @@ def gather_outputs(
             try:
                 path = path_of_key(entry.key)
                 value = _joined(entry.values, joins._replace(pad=pad_under(pad, path)), path, ())
-            except (TypeError, ValueError):
+            except (NotImplementedError, TypeError, ValueError):
                 value = PerReplica(entry.values)
             entry.hand_back(value)
     return output

@@ -1,9 +1,8 @@
-"""Methods of `ShardedTensor`: Python's operators, methods on memory, which raise, and methods for checkpoints."""
+"""Methods of `ShardedTensor`: methods on memory, which raise, and methods for checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from numbers import Number
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,64 +16,6 @@ from dataparallel.sharded.tensor import ShardedTensor
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
-
-# ---- Python's operators ----------------------------------------------------------------------------------------------
-
-# torch's methods for ``+``, ``@``, ``==`` and ``*=`` turn a ``TypeError`` into ``NotImplemented``. So Python says that
-# the operands are unsupported, and ``==`` compares identities. These methods call torch's functions instead.
-
-Method = Callable[[Any, Any], Any]
-
-COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-OPERATORS = {
-    "add": "add",
-    "sub": "sub",
-    "mul": "mul",
-    "truediv": "true_divide",
-    "floordiv": "floor_divide",
-    "mod": "remainder",
-    "pow": "pow",
-    "matmul": "matmul",
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-    "xor": "bitwise_xor",
-    "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift",
-}
-"""torch's function for each of Python's operators."""
-
-_EITHER_WAY = ("add", "mul", "and", "or", "xor")  # with the tensor first: torch takes no number there
-
-
-def _divided_by(right: Tensor, left: Any) -> Tensor:
-    """``left / right``, with the same bits as torch, which multiplies a number by the reciprocal."""
-    return torch.true_divide(left, right) if isinstance(left, Tensor) else torch.mul(torch.reciprocal(right), left)
-
-
-def _swapped(function: Method) -> Method:
-    return lambda right, left: function(left, right)
-
-
-def _methods() -> dict[str, Method]:
-    """The methods by name. Reflected ones get the right operand, whose method it is, and the left one."""
-    made: dict[str, Method] = {name: getattr(torch, name) for name in COMPARISONS}
-    for name, function in OPERATORS.items():
-        made[name] = run = getattr(torch, function)
-        made[f"r{name}"] = run if name in _EITHER_WAY else _swapped(run)
-        if name != "matmul":
-            made[f"i{name}"] = getattr(Tensor, f"{function}_")
-    return made | {"rsub": torch.rsub, "rtruediv": _divided_by, "itruediv": Tensor.div_}
-
-
-def _method(name: str, function: Method) -> Method:
-    def method(self: Tensor, other: Any) -> Any:
-        if isinstance(other, (Tensor, Number)):
-            return function(self, other)
-        return NotImplemented
-
-    method.__name__ = method.__qualname__ = name
-    return method
-
 
 # ---- methods on memory, which a sharded tensor does not have ---------------------------------------------------------
 
@@ -181,10 +122,8 @@ def _shard_at(tensor: ShardedTensor, index: MetadataIndex) -> Tensor:
 
 
 _BY_NAME: dict[str, Any] = {
-    **{f"__{name}__": _method(f"__{name}__", function) for name, function in _methods().items()},
     **{name: _refusing(name) for name in REFUSED},
     "data_ptr": data_ptr,
-    "__hash__": Tensor.__hash__,  # a class that has __eq__ has no hash otherwise
     "__create_write_items__": _write_items,
     "__create_chunk_list__": _chunks,
     "__get_tensor_shard__": _shard_at,

@@ -2,7 +2,7 @@
 
 It has the shape, dtype and gradient of the full tensor. It has no memory of its own: its shards hold the values. One
 thread runs an operator for all devices, once for each owner, on the owner's shard. ``sharded.operators`` has the
-operators; any other raises ``TypeError``, which names `full_tensor`.
+operators; any other raises ``NotImplementedError``, which names `full_tensor`.
 """
 
 from __future__ import annotations

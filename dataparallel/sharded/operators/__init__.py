@@ -149,9 +149,15 @@ class NeedsWhole(Exception):
         self.error = error
 
 
-def refusal(func: OpOverload, why: str = "") -> TypeError:
-    """The error for an operator that does not work. ``why`` completes "... does not work on sharded tensors"."""
-    return TypeError(f"{func} does not work on sharded tensors{why}; use full_tensor() to compute on the whole tensor")
+def refusal(func: OpOverload, why: str = "") -> NotImplementedError:
+    """The error for an operator that does not work. ``why`` completes "... does not work on sharded tensors".
+
+    It is no ``TypeError``: torch's methods for ``+``, ``==`` and ``+=`` turn one into ``NotImplemented``. Then Python
+    compares identities, or binds the name in ``plain += sharded`` to another tensor and writes nothing.
+    """
+    return NotImplementedError(
+        f"{func} does not work on sharded tensors{why}; use full_tensor() to compute on the whole tensor"
+    )
 
 
 # ---- streams in a backward -------------------------------------------------------------------------------------------

@@ -35,7 +35,8 @@ def allow_gathers(allowed: bool | None) -> None:
     """Sets whether operators that need several shards of a tensor may gather it on one device.
 
     Args:
-        allowed: ``True``: they gather. ``False``: they raise ``TypeError`` or ``ValueError``, with the operator's name.
+        allowed: ``True``: they gather. ``False``: they raise ``NotImplementedError`` or ``ValueError``, with the operator's
+            name.
             ``None``, the default: they gather if their graph is not recorded, as in optimizers, with one warning for
             each operator, unless the environment variable ``DATAPARALLEL_GATHERS`` says no.
 
@@ -55,7 +56,7 @@ class GatheredView(ShardedTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(isinstance(value, GatheredView) for value in operators.written_values(func, args, kwargs or {})):
-            raise TypeError(
+            raise NotImplementedError(
                 f"{func} would write to a view that was gathered, and not to the tensor that it is a view of: write to "
                 "the clone() of the view, or use full_tensor() and copy_"
             )

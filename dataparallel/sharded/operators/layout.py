@@ -19,12 +19,6 @@ from dataparallel.sharded.placements import Replicate, Rows, moved
 from dataparallel.sharded.shards import copied_to, scalar_of, views_of_shards
 from dataparallel.sharded.tensor import ShardedTensor
 
-INPLACE_OPERATORS = frozenset(
-    ["__ilshift__", "__irshift__", "add_", "bitwise_and_", "bitwise_left_shift_", "bitwise_or_", "bitwise_right_shift_",
-     "bitwise_xor_", "div_", "floor_divide_", "mul_", "pow_", "remainder_", "sub_"]
-)  # fmt: skip
-"""Names of the operators that Python calls for ``+=``, ``-=`` and so on."""
-
 
 def find_template(values: Iterable[Any]) -> ShardedTensor:
     """The first of the sharded tensors with the most dimensions. At least one value has to be sharded."""
@@ -34,11 +28,7 @@ def find_template(values: Iterable[Any]) -> ShardedTensor:
 def check_written(func: OpOverload, target: Any, template: ShardedTensor, where: str = "") -> None:
     """Raises `NeedsWhole` if a result divided like ``template`` cannot be written to the shards of ``target``."""
     if not isinstance(target, ShardedTensor):
-        error = refusal(func, f" if it writes to a plain tensor{where}")
-        # For plain += sharded torch turns a TypeError into NotImplemented. Python would then compute
-        # plain = plain + sharded, which binds the name to another tensor and writes nothing.
-        is_inplace_operator = func.overloadpacket.__name__ in INPLACE_OPERATORS
-        raise NeedsWhole(RuntimeError(*error.args) if is_inplace_operator else error)
+        raise NeedsWhole(refusal(func, f" if it writes to a plain tensor{where}"))
     if target.shape != template.shape:
         why = f" if it writes a result of shape {tuple(template.shape)} to {tuple(target.shape)}"
         raise NeedsWhole(refusal(func, why))

@@ -78,16 +78,13 @@ class OnDevices:
     def is_refusal(self, error: Exception) -> bool:
         """True for the library's own errors that say what to do instead, and for what Python makes of them.
 
-        They are: a ``TypeError`` that names ``full_tensor()``; the same as a ``RuntimeError`` where an operator would
-        write to a plain tensor; a ``ValueError`` about different owners or placements; Python's ``TypeError`` about
-        operands.
+        They are: a ``NotImplementedError`` or ``TypeError`` that names ``full_tensor()``; a ``ValueError`` about
+        different owners or placements; Python's ``TypeError`` about operands.
         """
         message = str(error)
-        if isinstance(error, TypeError):
+        if isinstance(error, (NotImplementedError, TypeError)):
             return "full_tensor()" in message or "unsupported operand type(s)" in message
-        if isinstance(error, ValueError):
-            return "got sharded tensors with different" in message
-        return isinstance(error, RuntimeError) and "to a plain tensor; use full_tensor()" in message
+        return isinstance(error, ValueError) and "got sharded tensors with different" in message
 
     def codes_of_all(self, codes: Sequence[int]) -> list[list[int]]:
         """What each machine has seen."""

@@ -33,7 +33,7 @@ REFUSED: dict[str, Callable[[nn.Parameter], object]] = {
 def test_others_are_refused_by_name(parameter: nn.Parameter, name: str) -> None:
     if name == "aten._foreach_mm" and not hasattr(torch, "_foreach_mm"):
         pytest.skip(f"torch {torch.__version__} has no _foreach_mm")
-    with pytest.raises(TypeError, match=rf"{name}.* does not work on sharded tensors.*full_tensor\(\)"):
+    with pytest.raises(NotImplementedError, match=rf"{name}.* does not work on sharded tensors.*full_tensor\(\)"):
         REFUSED[name](parameter)
 
 
@@ -42,7 +42,7 @@ def test_comparisons_with_other_shapes_are_no_comparisons_of_objects(parameter: 
     for other in (torch.rand(2, 6, 6), sharded(torch.rand(6), parameter.devices)):  # type: ignore[attr-defined]
         for compare in (lambda a, b: a == b, lambda a, b: a != b):
             for pair in ((parameter, other), (other, parameter)):
-                with pytest.raises(TypeError, match="full_tensor"):
+                with pytest.raises(NotImplementedError, match="full_tensor"):
                     compare(*pair)
 
 
@@ -59,7 +59,7 @@ def test_under_inference_mode_operators_that_torch_makes_of_others_work(slots: l
         divided = ShardedTensor(sharded(x, slots).shards, Shard(0), x.shape)
         assert torch.equal(full(torch.square(divided)), x.square())
         assert bool(torch.allclose(divided, divided + 1e-12))
-        with pytest.raises(TypeError, match="full_tensor"):
+        with pytest.raises(NotImplementedError, match="full_tensor"):
             divided.diagonal()
 
 
@@ -71,9 +71,9 @@ def test_a_plain_tensor_is_not_written_to(slots: list) -> None:
         lambda: torch._foreach_add_([plain], [other]),
         lambda: plain.bernoulli_(other),
     ):
-        with pytest.raises(TypeError, match="full_tensor"):
+        with pytest.raises(NotImplementedError, match="full_tensor"):
             write()
-    with pytest.raises(RuntimeError, match=r"add_.*full_tensor"):
+    with pytest.raises(NotImplementedError, match=r"add_.*full_tensor"):
         plain.add_(other)
     assert torch.equal(plain, torch.zeros(6, 3))
 
@@ -87,6 +87,6 @@ def test_a_plain_name_is_not_bound_to_a_sharded_result(slots: list, root: torch.
     is_for_bits = name in ("iand", "ior", "ixor", "ilshift", "irshift")
     whole = torch.arange(1, 19, dtype=torch.int64 if is_for_bits else torch.float64).reshape(6, 3)
     plain, other = whole.to(root, copy=True), sharded(whole, slots)
-    with pytest.raises((RuntimeError, TypeError), match="full_tensor"):
+    with pytest.raises(NotImplementedError, match="full_tensor"):
         getattr(operator, name)(plain, other)
     assert torch.equal(plain.cpu(), whole)

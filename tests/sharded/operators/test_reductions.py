@@ -22,7 +22,7 @@ def test_those_along_other_dimensions_are_sharded(slots: list, placement: Any) -
 
 
 def test_those_along_the_divided_dimension_are_refused(slots: list) -> None:
-    with pytest.raises(TypeError, match=r"divided along 1.*full_tensor"):
+    with pytest.raises(NotImplementedError, match=r"divided along 1.*full_tensor"):
         sharded(torch.randn(3, 5), slots, Shard(1)).sum(-1)
 
 
