@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from dataparallel.comm.buckets import travels_flat
-from dataparallel.comm.routes import STAR
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.comm.streams.held import hold_for_peers
-from dataparallel.comm.tables import Place, Table, TableRow
-from dataparallel.comm.transport import Transport
+from dataparallel.comm.tables import Place, Table, TableRow, TensorRow
+from dataparallel.comm.transport import Allocate, Transport
 from dataparallel.forks import in_forked_child
 
 THREADS = 256
@@ -77,9 +76,10 @@ def pack(table: Table, dtype: torch.dtype, target_dtype: torch.dtype, *, max_blo
 
     The launch has 0 blocks if all rows are empty. Address i + 1 is that of the table's tensor i.
     """
-    kernel = kernel_for(table, dtype, target_dtype)
+    terms = len(table[0].terms) if table else 1
+    kernel = kernel_for(dtype, target_dtype, terms)
     assert kernel is not None
-    sizes = [target_dtype.itemsize, *[dtype.itemsize] * (len(table[0].terms) if table else 0)]
+    sizes = [target_dtype.itemsize, *[dtype.itemsize] * terms]
     pointers = [
         [(place.tensor + 1 << _LOWER_BITS) + place.first * size for place in places]
         for places, size in zip(zip(*[(row.target, *row.terms) for row in table], strict=True), sizes, strict=False)
@@ -94,16 +94,9 @@ def pack(table: Table, dtype: torch.dtype, target_dtype: torch.dtype, *, max_blo
     return KernelLaunch(kernel, packed, len(counts), len(pointers), chunk, min(first_chunks[-1], max_blocks))
 
 
-def kernel_for(table: Table, dtype: torch.dtype, target_dtype: torch.dtype) -> str | None:
-    """The kernel that executes a table with terms and targets of these dtypes; ``None`` if there is none."""
-    if dtype == target_dtype and all(len(row.terms) == 1 for row in table):
-        return COPY_KERNEL
-    return sum_kernel(dtype, target_dtype)
-
-
-def sum_kernel(dtype: torch.dtype, target_dtype: torch.dtype) -> str | None:
-    """The kernel that adds terms of ``dtype`` into a target; ``None`` if there is none."""
-    return SUM_KERNELS.get((dtype, target_dtype))
+def kernel_for(dtype: torch.dtype, target_dtype: torch.dtype, terms: int) -> str | None:
+    """The kernel that copies or adds so many terms of ``dtype`` into a target; ``None`` if there is none."""
+    return COPY_KERNEL if dtype == target_dtype and terms == 1 else SUM_KERNELS.get((dtype, target_dtype))
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------
@@ -241,68 +234,61 @@ def forget() -> None:
 
 
 class Cupy(Transport):
-    """The transport by kernels, which copy and add flat buffers of peers. torch's copies carry what is in none."""
+    """The transport by kernels, which copy and add memory of peers. torch's copies carry what they cannot."""
 
     def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor], senders_wait: bool = True) -> None:
         """Copies with one launch on each device that receives, all at a time. Torch copies what is not contiguous."""
-        pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if target is not source]
-        both = [each for pair in pairs for each in pair]
-        if not all(travels_flat(each) and each.is_contiguous() and each.dtype == both[0].dtype for each in both):
+        pairs = zip(targets, sources, strict=True)
+        if _launch([TensorRow(target, [source]) for target, source in pairs if target is not source]):
+            hold_for_peers(sources, targets)
+        else:
             super().copy_each(targets, sources, senders_wait)
-            return
-        _launch([([source], target) for target, source in pairs])
-        hold_for_peers(sources, targets)
-        # Autograd does not see writes by kernels, so this tells it that these tensors have changed.
-        increment_version([target for target, _ in pairs])
 
-    def send_each(self, tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-        """See `copy_each`."""
-        if not all(map(travels_flat, tensors)):
-            return super().send_each(tensors, devices)
-        pairs = zip(tensors, devices, strict=True)
-        sent = [each if each.device == device else torch.empty_like(each, device=device) for each, device in pairs]
-        self.copy_each(sent, tensors)
-        return sent
-
-    def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
-        """Adds with one launch, or by torch's copies if the dtype has no kernel."""
-        flats = [*flats]
-        if sum_kernel(flats[0].dtype, flats[0].dtype) is None:
-            return STAR.add_up(flats, destination)
-        total = flats[0] if flats[0].device == destination else torch.empty_like(flats[0], device=destination)
-        _launch([(flats, total)])
-        hold_for_peers(flats, [total])
-        return total
+    def add_terms(self, rows: Sequence[TensorRow], empty: Allocate) -> list[Tensor]:
+        """Adds with one launch on each device that has targets. Torch adds in dtypes that have no kernel."""
+        if _launch(rows):
+            return [tensor for row in rows for tensor in (row.target, *row.terms)]
+        return super().add_terms(rows, empty)
 
 
-def _launch(rows: Sequence[tuple[Sequence[Tensor], Tensor]]) -> None:
-    """Writes the sum of each row's terms into its target, by one launch on each device that has targets.
+def _launch(rows: Sequence[TensorRow]) -> bool:
+    """Executes rows by one launch on each device that has targets. False if the kernels cannot execute them.
 
-    All tensors are dense and of one dtype, and all rows have as many terms. A launch comes after earlier work, and
-    before later work, on the current streams of its terms' devices. It does not wait for the launches on other devices.
+    A launch comes after earlier work, and before later work, on the current streams of its terms' devices. It does not
+    wait for the launches on other devices.
     """
-    streams = current_streams(tensor.device for terms, target in rows for tensor in (*terms, target))
+    terms, targets = [term for row in rows for term in row.terms], [row.target for row in rows]
+    if not all(travels_flat(tensor) and tensor.is_contiguous() for tensor in (*terms, *targets)):
+        return False
+    kinds = {(term.dtype, row.target.dtype, len(row.terms)) for row in rows for term in row.terms}
+    if len(kinds) > 1 or any(kernel_for(*kind) is None for kind in kinds):
+        return False
+    streams = current_streams(tensor.device for tensor in (*terms, *targets))
     ready = {device: Event(stream) for device, stream in streams.items()}
     done: list[tuple[Event, list[torch.device]]] = []
-    for device in dict.fromkeys(target.device for _, target in rows):
-        own = [(terms, target) for terms, target in rows if target.device == device]
-        terms, targets = [term for terms, _ in own for term in terms], [target for _, target in own]
-        peers = [peer for peer in dict.fromkeys(term.device for term in terms) if peer != device]
+    for device in dict.fromkeys(target.device for target in targets):
+        own = [row for row in rows if row.target.device == device]
+        tensors = [*(term for row in own for term in row.terms), *(row.target for row in own)]
+        peers = [peer for peer in dict.fromkeys(tensor.device for tensor in tensors) if peer != device]
         make_reachable([device, *peers])
         for peer in peers:
             ready[peer].make_wait(streams[device])
-        numels = tuple(target.numel() for target in targets)
-        _table_of(len(own[0][0]), numels, device, targets[0].dtype).launch([*terms, *targets])
+        _table_of(tuple(row.target.numel() for row in own), device, *next(iter(kinds))).launch(tensors)
         done.append((Event(streams[device]), peers))
     for event, peers in done:
         for peer in peers:
             event.make_wait(streams[peer])
+    # Autograd does not see writes by kernels, so this tells it that these tensors have changed.
+    increment_version(targets)
+    return True
 
 
 @functools.lru_cache(maxsize=256)
-def _table_of(terms: int, numels: Sequence[int], device: torch.device, dtype: torch.dtype) -> DeviceTable:
+def _table_of(
+    numels: Sequence[int], device: torch.device, dtype: torch.dtype, target_dtype: torch.dtype, terms: int
+) -> DeviceTable:
     """The table of rows of so many elements. The tensors are the ``terms`` of each row in turn, then the targets."""
     rows = len(numels)
     places = [[Place(at * terms + term, 0) for term in range(terms)] for at in range(rows)]
     table = [TableRow(Place(rows * terms + at, 0), tuple(places[at]), numel) for at, numel in enumerate(numels)]
-    return DeviceTable(table, device, dtype)
+    return DeviceTable(table, device, dtype, target_dtype)

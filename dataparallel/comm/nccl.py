@@ -15,7 +15,6 @@ from torch.autograd.graph import increment_version
 from torch.cuda import nccl
 
 from dataparallel import _torch
-from dataparallel.comm.routes import STAR
 from dataparallel.comm.transport import Allocate, Transport
 
 _SUMMED = {
@@ -55,7 +54,7 @@ class Nccl(Transport):
         flats = list(flats)
         roots = [rank for rank, flat in enumerate(flats) if flat.device == destination]
         if not self._sums or not roots or flats[0].dtype not in _SUMMED:
-            return STAR.add_up(flats, destination)
+            return super().add_up(flats, destination)
         total = torch.empty_like(flats[roots[0]])
         with launching:
             nccl.reduce(flats, output=total, root=roots[0])

@@ -115,7 +115,7 @@ class RelayedCopies(TorchCopies):
         pairs = [*zip(targets, sources, strict=True)]
         half_way = [self._first_hop(source, target.device) for target, source in pairs]
         for (target, source), half in zip(pairs, half_way, strict=True):
-            if half is None:
+            if half is None and target is not source:
                 target.copy_(source)
         for (target, source), half in zip(pairs, half_way, strict=True):
             if half is not None:

@@ -74,17 +74,13 @@ class Transport:
         target.copy_(source)
 
     def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor], senders_wait: bool = True) -> None:
-        """Copies source i into target i, by default one after the other. The caller holds the memory for peers.
+        """Copies source i into target i, unless it is the same tensor. The caller holds the memory for peers.
 
         Without ``senders_wait`` the streams of the sources may go on when the sources have been read.
         """
         for target, source in zip(targets, sources, strict=True):
-            self.copy(target, source)
-
-    def send_each(self, tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-        """Each tensor on its device: itself if it is there already. By default they are sent one after the other."""
-        pairs = zip(tensors, devices, strict=True)
-        return [tensor if device == tensor.device else self.send(tensor, device) for tensor, device in pairs]
+            if target is not source:
+                self.copy(target, source)
 
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         """Copies the flat buffer ``source`` into ``buffers`` of its size. By default along a star.
@@ -94,15 +90,12 @@ class Transport:
         self.execute(tables.broadcast(source, buffers))
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
-        """The sum of flat buffers, added in the order given, on ``destination``. It may overwrite the buffers.
-
-        By default the destination takes a buffer from ``flats`` when it has added the buffer before.
-        """
-        remaining = iter(flats)
-        first = next(remaining)
-        total = self.to_device(first, destination).to(summed_in(first.dtype))
-        for flat in remaining:
-            total.add_(self.to_device(flat, destination))
+        """The sum of flat buffers, added in the order given, on ``destination``. It may overwrite the buffers."""
+        flats = [*flats]
+        first, wide = flats[0], summed_in(flats[0].dtype)
+        is_there = first.device == destination and first.dtype == wide
+        total = first if is_there else torch.empty_like(first, dtype=wide, device=destination)
+        self.execute([TensorRow(total, flats)])
         return total.to(first.dtype)
 
     def reduce_scatter(
@@ -122,19 +115,19 @@ class Transport:
             received = [row.target for row in rows]
             self.copy_each(received, [row.terms[0] for row in rows])
         else:
-            received = self._add_terms(rows, empty)
+            received = self.add_terms(rows, empty)
         hold_for_peers(received, [term for row in rows for term in row.terms])
 
-    def _add_terms(self, rows: Sequence[TensorRow], empty: Allocate) -> list[Tensor]:
-        """Executes rows with several terms, and returns the buffers that have received some.
+    def add_terms(self, rows: Sequence[TensorRow], empty: Allocate) -> list[Tensor]:
+        """Executes rows with several terms, and returns the memory to hold for peers: buffers that have received some.
 
         Where each device adds terms of all, it receives in each step from another one than the others do, so that all
         links are busy.
         """
         buffers: dict[int, Tensor] = {}
         devices = {tensor.device for row in rows for tensor in (row.target, *row.terms)}
-        is_large = sum(row.terms[0].nbytes for row in rows) > _OVERLAP_ABOVE_BYTES
-        with piece_streams(devices, 2 if is_large else 1) as streams:
+        can_overlap = len(rows) > 1 and sum(row.terms[0].nbytes for row in rows) > _OVERLAP_ABOVE_BYTES
+        with piece_streams(devices, 2 if can_overlap else 1) as streams:
             for step, at in wavefront(max(len(row.terms) for row in rows), len(rows)):
                 target, terms = rows[at]
                 if step >= len(terms):
@@ -307,7 +300,12 @@ class Transport:
             chunks = [Tensor.narrow_copy(whole, dim, start, size) for start, size in zip(starts, sizes, strict=True)]
         else:
             chunks = list(torch.split_with_sizes(Tensor.detach(tensor), list(sizes), dim))
-        moved = self.send_each(chunks, devices)
+        pairs = [*zip(chunks, devices, strict=True)]
+        if all(map(travels_flat, chunks)):
+            moved = [chunk if chunk.device == on else torch.empty_like(chunk, device=on) for chunk, on in pairs]
+            self.copy_each(moved, chunks)
+        else:
+            moved = [chunk if chunk.device == on else self.send(chunk, on) for chunk, on in pairs]
         hold_for_peers(moved, [tensor])
         return [same_kind(chunk, tensor, self.send) for chunk in moved]
 

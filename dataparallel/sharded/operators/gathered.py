@@ -35,10 +35,9 @@ def allow_gathers(allowed: bool | None) -> None:
     """Sets whether operators that need several shards of a tensor may gather it on one device.
 
     Args:
-        allowed: ``True``: they gather. ``False``: they raise ``NotImplementedError`` or ``ValueError``, with the operator's
-            name.
-            ``None``, the default: they gather if their graph is not recorded, as in optimizers, with one warning for
-            each operator, unless the environment variable ``DATAPARALLEL_GATHERS`` says no.
+        allowed: ``True``: they gather. ``False``: they raise ``NotImplementedError`` or ``ValueError``, which names the
+            operator. ``None``, the default: they gather if their graph is not recorded, as in optimizers, with one
+            warning for each operator, unless the environment variable ``DATAPARALLEL_GATHERS`` says no.
 
     The setting holds for all threads. In the ``forward`` of a replica such operators always raise, because units gather
     the parameters that a replica may use.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch, comm
-from dataparallel.comm.kernels import ADDRESSES, DeviceTable, sum_kernel
+from dataparallel.comm.kernels import ADDRESSES, SUM_KERNELS, DeviceTable
 from dataparallel.comm.tables import Part, all_gather, reduce_scatter
 from dataparallel.replicas.stamp import layouts_of
 from dataparallel.sharded.placements import Shard, shard_shapes
@@ -364,7 +364,7 @@ class PeerTables:
         delivered, come = self._precision.of_sums(dtype), self._precision.on_slots(dtype)
         are_widened = torch.promote_types(come, delivered) == delivered
         may_be = [each for each in (come, delivered) if each == delivered or are_widened]
-        return next((each for each in may_be if sum_kernel(each, added_in(delivered, dtype)) is not None), None)
+        return next((each for each in may_be if (each, added_in(delivered, dtype)) in SUM_KERNELS), None)
 
     def gather(self, slot: int, at: int, layout: Layout) -> DeviceTable:
         """Returns the table for dtype number ``at`` by which a slot pulls the pieces of a layout into its full buffer.

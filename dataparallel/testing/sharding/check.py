@@ -94,9 +94,10 @@ def check_op(
     Compared are results, nested in any way: structure, shapes, dtypes and values, NaNs being equal (float64 and
     complex128 to 1e-9, other dtypes as `torch.testing.assert_close` does); arguments that the operator writes to, and
     that it writes to no others; which results are arguments themselves; gradients on demand. A call is refused if this
-    library raises its ``NotImplementedError`` that names ``full_tensor()``, or ``ValueError`` about placements that differ; for
-    DTensors, if torch raises ``NotImplementedError`` or says that sharding propagation, mixed arguments or a change of
-    placement in place is not possible. Every call starts with the same seed. The caller's random state does not change.
+    library raises its ``NotImplementedError`` that names ``full_tensor()``, or ``ValueError`` about placements that
+    differ; for DTensors, if torch raises ``NotImplementedError`` or says that sharding propagation, mixed arguments or
+    a change of placement in place is not possible. Every call starts with the same seed. The caller's random state does
+    not change.
 
     Args:
         op: a function of torch, a method (``torch.Tensor.add_``) or any other callable.
