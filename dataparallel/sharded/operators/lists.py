@@ -2,7 +2,7 @@
 
 Such operators are ``_foreach_*`` of pointwise operators, ``_fused_*`` of optimizers, and the check of gradient scaling.
 A list may mix plain tensors and sharded ones of several sets of owners; each set is a `SameOwners` with calls of its
-own. As little Python as possible runs for each tensor. ``reductions`` has norms and maxima of lists.
+own. As little Python as possible runs for each tensor. ``reductions`` has norms of lists.
 """
 
 from __future__ import annotations

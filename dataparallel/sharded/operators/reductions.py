@@ -1,4 +1,4 @@
-"""Reductions over all dimensions, to plain 0-dim tensors on the first owner; along some dimensions; and of lists.
+"""Reductions over all dimensions, to plain 0-dim tensors on the first owner; along some dimensions; and norms of lists.
 
 Each owner reduces its shard to a partial result, and the first owner reduces these. Of a replicated tensor it reduces
 its own copy. Over machines every machine gathers all partial results and reduces them in the owners' order, so all get
@@ -7,9 +7,10 @@ the same bits. A reduction along the divided dimension, but not along all others
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -53,9 +54,39 @@ def _partials(tensor: ShardedTensor, reduce: Callable[[Tensor], Tensor], has_neu
     return partials[[i for i, shape in enumerate(shapes) if shape.numel()]]
 
 
-def _dims(func: OpOverload, tensor: ShardedTensor, dim: Any, none_means_all: bool = True) -> list[int]:
+Whole: TypeAlias = "Callable[[OpOverload, ShardedTensor, dict[str, Any]], Tensor]"
+"""Reduces over all dimensions to a 0-dim tensor. Its last argument has the operator's other arguments, by name."""
+
+
+def _reduces(*overloads: OpOverload) -> Callable[[Whole | None], None]:
+    """Registers reductions. ``None`` for those whose partial results cannot be combined.
+
+    Along dimensions that are not divided each owner reduces its own shard, and the result is sharded.
+    """
+
+    def put(whole: Whole | None) -> None:
+        def reduction(func: OpOverload, tensor: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
+            named = dict(zip(_names(func), args, strict=False)) | kwargs
+            dims, keepdim = _dims(func, tensor, named.get("dim")), named.get("keepdim", False)
+            if len(dims) < tensor.dim() or whole is None:
+                return _along(func, tensor, dims, keepdim, lambda shard: func(shard, *args, **kwargs))
+            total = whole(func, tensor, named)
+            return total.reshape([1] * tensor.dim()) if keepdim else total
+
+        register(*overloads)(reduction)
+
+    return put
+
+
+@cache
+def _names(func: OpOverload) -> list[str]:
+    return [argument.name for argument in _torch.schema_of(func).arguments[1:]]
+
+
+def _dims(func: OpOverload, tensor: ShardedTensor, dim: int | Sequence[int] | None) -> list[int]:
+    """The dimensions to reduce. No dimension means all, but for any and all an empty list means none."""
     dims = tensor.dim()
-    if dim is None or (none_means_all and not isinstance(dim, int) and len(dim) == 0):
+    if dim is None or (dim == [] and func.overloadpacket not in (aten.any, aten.all)):
         return [*range(dims)]
     given = [dim] if isinstance(dim, int) else [*dim]
     if any(not -max(dims, 1) <= d < max(dims, 1) for d in given):
@@ -80,23 +111,15 @@ def _along(
     return tuple(ShardedTensor(shards, placement, shape, tensor._devices) for shards in zip(*results, strict=True))
 
 
-def _shaped(result: Tensor, tensor: ShardedTensor, keepdim: bool) -> Tensor:
-    return result.reshape([1] * tensor.dim()) if keepdim else result
+_reduces(
+    aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.prod.dim_int, aten.logsumexp.default,
+    aten.var.correction, aten.std.correction, aten.count_nonzero.dim_IntList,
+)(None)  # fmt: skip
 
 
-@register(aten.sum.default, aten.sum.dim_IntList, aten.nansum.default, aten.mean.default, aten.mean.dim)
-def _add_up(
-    func: OpOverload,
-    tensor: ShardedTensor,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    dims = _dims(func, tensor, dim)
-    if len(dims) < tensor.dim():
-        return _along(func, tensor, dims, keepdim, lambda shard: func(shard, dim, keepdim, dtype=dtype))
-    is_mean = func.overloadpacket is aten.mean
+@_reduces(aten.sum.default, aten.sum.dim_IntList, aten.nansum.default, aten.mean.default, aten.mean.dim)
+def _add_up(func: OpOverload, tensor: ShardedTensor, named: dict[str, Any]) -> Tensor:
+    is_mean, dtype = func.overloadpacket is aten.mean, named.get("dtype")
     result_dtype = dtype or tensor.dtype
     is_inexact = result_dtype.is_floating_point or result_dtype.is_complex
     if is_mean and not is_inexact:
@@ -106,132 +129,62 @@ def _add_up(
     total = _partials(tensor, partial(add, dtype=None if is_exact else summed_in(result_dtype))).sum(0)
     if is_mean:
         total = total / tensor.numel()
-    return _shaped(total if is_exact else total.to(result_dtype), tensor, keepdim)
+    return total if is_exact else total.to(result_dtype)
 
 
-@register(
-    aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.prod.dim_int, aten.logsumexp.default,
-    aten.var.correction, aten.std.correction, aten.count_nonzero.dim_IntList,
-)  # fmt: skip
-def _only_along(func: OpOverload, tensor: ShardedTensor, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
-    """Reductions whose partial results cannot be combined, so they run only along dimensions that are not divided."""
-    if keepdim:  # some take it by name only, and some do not have it
-        options["keepdim"] = True
-    return _along(func, tensor, _dims(func, tensor, dim), keepdim, lambda shard: func(shard, dim, **options))
+@_reduces(aten.prod.default)
+def _product(func: OpOverload, tensor: ShardedTensor, named: dict[str, Any]) -> Tensor:
+    return _partials(tensor, partial(func, **named)).prod(0, **named)
 
 
-@register(aten.prod.default)
-def _product(func: OpOverload, tensor: ShardedTensor, **options: Any) -> Tensor:
-    return _partials(tensor, partial(func, **options)).prod(0, **options)
+@_reduces(aten.count_nonzero.default)
+def _count(func: OpOverload, tensor: ShardedTensor, named: dict[str, Any]) -> Tensor:
+    return _partials(tensor, func).sum(0)
 
 
-@register(aten.count_nonzero.default)
-def _count(func: OpOverload, tensor: ShardedTensor, dim: int | None = None) -> Any:
-    if dim is None:
-        return _partials(tensor, func).sum(0)
-    return _along(func, tensor, _dims(func, tensor, dim), False, lambda shard: func(shard, dim))
-
-
-@register(
+@_reduces(
     aten.max.default, aten.min.default, aten.amax.default, aten.amin.default,
     aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims,
 )  # fmt: skip
-def _extreme(func: OpOverload, tensor: ShardedTensor, dim: Any = None, keepdim: bool = False) -> Any:
-    # For any and all an empty list of dimensions means no dimension, for amax and amin it means all.
-    dims = _dims(func, tensor, dim, none_means_all=func.overloadpacket in (aten.amax, aten.amin))
-    if len(dims) < tensor.dim():
-        return _along(func, tensor, dims, keepdim, lambda shard: func(shard, dim, keepdim))
+def _extreme(func: OpOverload, tensor: ShardedTensor, named: dict[str, Any]) -> Tensor:
     simple = func.overloadpacket.default
-    return _shaped(simple(_partials(tensor, simple, has_neutral=False)), tensor, keepdim)
+    return simple(_partials(tensor, simple, has_neutral=False))
 
 
-@register(aten.linalg_vector_norm.default)
-def _vector_norm(
-    func: OpOverload,
-    tensor: ShardedTensor,
-    order: float = 2,
-    dim: Any = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    dims = _dims(func, tensor, dim)
-    if len(dims) < tensor.dim():
-        return _along(func, tensor, dims, keepdim, lambda shard: func(shard, order, dim, keepdim, dtype=dtype))
-    given = dtype or tensor.dtype
-    reduce = partial(torch.linalg.vector_norm, ord=order, dtype=summed_in(given))
-    total = _combined_norm(_partials(tensor, reduce, has_neutral=False), order).to(given.to_real())
-    return _shaped(total, tensor, keepdim)
+@_reduces(aten.linalg_vector_norm.default)
+def _vector_norm(func: OpOverload, tensor: ShardedTensor, named: dict[str, Any]) -> Tensor:
+    order, dtype = named.get("ord", 2), named.get("dtype") or tensor.dtype
+    reduce = partial(torch.linalg.vector_norm, ord=order, dtype=summed_in(dtype))
+    return _combined_norm(_partials(tensor, reduce, has_neutral=False), order).to(dtype.to_real())
 
 
-@register(aten.norm.Scalar, aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
-def _norm(
-    func: OpOverload, tensor: ShardedTensor, p: float | None = 2, dim: Any = None, keepdim: bool = False, **options: Any
-) -> Any:
-    dims = _dims(func, tensor, dim)
-    if len(dims) < tensor.dim():
-        return _along(func, tensor, dims, keepdim, lambda shard: func(shard, p, dim, keepdim, **options))
-    return _vector_norm(func, tensor, 2 if p is None else p, dim, keepdim, **options)
-
-
-# ---- of each tensor of a list, which clipping of gradients uses: one call for each owner ----------------------------
+# ---- the norm of each tensor of a list, which clipping of gradients uses: one call for each owner --------------------
 
 
 @register(_torch.foreach_norm)
 def _norms(func: OpOverload, tensors: list[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    def reduce(parts: list[Tensor]) -> list[Tensor]:
-        return func(parts, order, dtype=summed_in(dtype or parts[0].dtype))
-
-    def finish(partials: Tensor, given: torch.dtype) -> Tensor:
-        return _combined_norm(partials, order).to((dtype or given).to_real())
-
-    # The norm of an empty tensor is 0. A negative order looks for the smallest value, so infinity is neutral.
-    neutral = float("inf") if order < 0 else 0.0
-    return _of_list(tensors, partial(func, ord=order, dtype=dtype), reduce, finish, lambda dtype: neutral)
-
-
-@register(_torch.foreach_max)
-def _maxima(func: OpOverload, tensors: list[Tensor]) -> list[Tensor]:
-    return _of_list(tensors, func, func, lambda partials, dtype: partials.amax(0), _lowest)
-
-
-def _lowest(dtype: torch.dtype) -> float:
-    if dtype.is_floating_point:
-        return float("-inf")
-    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
-
-
-def _of_list(
-    tensors: list[Tensor],
-    of_plain: Callable[[list[Tensor]], list[Tensor]],
-    reduce: Callable[[list[Tensor]], list[Tensor]],
-    finish: Callable[[Tensor, torch.dtype], Tensor],
-    neutral: Callable[[torch.dtype], float],
-) -> list[Tensor]:
-    """The result for each tensor of the list. All partial results of an owner travel as one tensor.
-
-    ``finish``: the results for tensors of a dtype, from the partial results, of shape (owners, tensors). ``neutral``:
-    the value that stands for an empty shard of a dtype.
-    """
+    """All partial results of an owner travel as one tensor, of shape (tensors,)."""
     results: list[Any] = [None] * len(tensors)
-    for group in groups_of([tensors]):
-        for subgroup in _by_dtype(group) if group.templates else [group]:
-            if subgroup.templates:
-                owners = zip(*(_reduced_shards(tensor, neutral) for tensor in subgroup.templates), strict=True)
-                partials = stack_on_first([torch.stack(reduce([*of_owner])) for of_owner in owners])
-                over = subgroup.templates[0].over
-                if over is not None and not isinstance(subgroup.templates[0]._placement, Replicate):
-                    partials = all_gather_owners(partials, over)
-                of_subgroup = [*finish(partials, subgroup.templates[0].dtype).unbind()]
-            else:
-                of_subgroup = of_plain([tensors[position] for position in subgroup.positions])
-            for position, result in zip(subgroup.positions, of_subgroup, strict=True):
-                results[position] = result
+    for group in chain.from_iterable(map(_by_dtype, groups_of([tensors]))):
+        if group.templates:
+            first = group.templates[0]
+            owners = zip(*(_shards_with_norms(tensor, order) for tensor in group.templates), strict=True)
+            wide = summed_in(dtype or first.dtype)
+            partials = stack_on_first([torch.stack(func([*of_owner], order, dtype=wide)) for of_owner in owners])
+            if first.over is not None and not isinstance(first._placement, Replicate):
+                partials = all_gather_owners(partials, first.over)
+            norms = _combined_norm(partials, order).to((dtype or first.dtype).to_real()).unbind()
+        else:
+            norms = func([tensors[position] for position in group.positions], order, dtype=dtype)
+        for position, norm in zip(group.positions, norms, strict=True):
+            results[position] = norm
     return results
 
 
 def _by_dtype(group: SameOwners) -> list[SameOwners]:
     """Divides a group by dtype, and by whether tensors are replicated: of those only the first copy is reduced."""
+    if not group.templates:
+        return [group]
     by_key: dict[Any, SameOwners] = {}
     for template, position in zip(group.templates, group.positions, strict=True):
         subgroup = by_key.setdefault((template.dtype, isinstance(template._placement, Replicate)), SameOwners([], []))
@@ -240,9 +193,12 @@ def _by_dtype(group: SameOwners) -> list[SameOwners]:
     return [*by_key.values()]
 
 
-def _reduced_shards(tensor: ShardedTensor, neutral: Callable[[torch.dtype], float]) -> list[Tensor]:
+def _shards_with_norms(tensor: ShardedTensor, order: float) -> Sequence[Tensor]:
+    """The shards, with a neutral element in the place of those that are empty."""
     if isinstance(tensor._placement, Replicate):
-        return [tensor._shards[0]]
+        return tensor._shards[:1]
     if tensor.numel() == 0:  # torch's own result or error for an empty tensor
-        return [*tensor._shards]
-    return [shard if shard.numel() else shard.new_full((1,), neutral(shard.dtype)) for shard in tensor._shards]
+        return tensor._shards
+    # The norm of an empty tensor is 0. A negative order looks for the smallest value, so infinity is neutral.
+    neutral = float("inf") if order < 0 else 0.0
+    return [shard if shard.numel() else shard.new_full((1,), neutral) for shard in tensor._shards]

@@ -66,7 +66,6 @@ CALLS: dict[str, Any] = {
     "lerp by list": lambda t: torch._foreach_lerp(t, torch._foreach_mul(t, 2), t),
     "maximum": lambda t: torch._foreach_maximum(t, 1.5),
     "sqrt": torch._foreach_sqrt,
-    "max": torch._foreach_max,
     "norm": torch._foreach_norm,
     **{f"norm {order}": partial(torch._foreach_norm, ord=order) for order in (1, math.inf, -math.inf, 0, -1)},
 }
