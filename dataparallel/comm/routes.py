@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from dataparallel.comm.streams.current import are_pieces_under_way, piece_streams, shared_piece_streams, wavefront
+from dataparallel.comm.streams.current import are_pieces_under_way, piece_streams, wavefront
 from dataparallel.comm.streams.held import hold_for_peers
 from dataparallel.comm.tables import summed_in
 from dataparallel.comm.transport import Transport
@@ -97,7 +97,7 @@ def _broadcast_along_chain(source: Tensor, buffers: Sequence[Tensor], count: int
     flats = [source, *buffers]
     pieces = [_split(flat, count) for flat in flats]
     devices = [flat.device for flat in flats]
-    with shared_piece_streams(devices, min(2, len(pieces[0]))) as streams:
+    with piece_streams(devices, min(2, len(pieces[0]))) as streams:
         first = streams.broadcast_pieces
         streams.broadcast_pieces += len(pieces[0])
         for hop, piece in wavefront(len(buffers), len(pieces[0])):

@@ -1,7 +1,6 @@
 """`CommSettings`: the user's transport and route, and whether sums keep their order.
 
-`using` sets them for a block of code, two environment variables for the process. ``transport_choice`` reads
-them.
+`using` sets them for a block of code, two environment variables for the process.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dataparallel.arguments import checked
@@ -38,21 +37,19 @@ class CommSettings:
     deterministic: bool = True
 
 
-_NOTHING: Mapping[str, Any] = {}
-
-# The settings of all blocks around this code, or all settings where some are held. A context variable, so that threads
-# which run in a copy of the caller's context see the caller's settings.
-_in_blocks: ContextVar[Mapping[str, Any] | CommSettings] = ContextVar("dataparallel.comm.settings", default=_NOTHING)
+# The settings of the block around this code. A context variable, so that threads which run in a copy of the caller's
+# context see the caller's settings.
+_in_block: ContextVar[CommSettings | None] = ContextVar("dataparallel.comm.settings", default=None)
 
 
 @contextmanager
-def held(settings: Mapping[str, Any] | CommSettings) -> Iterator[None]:
+def held(settings: CommSettings | None) -> Iterator[None]:
     """Inside, `current` returns ``settings``: for a call with many tensors, and for later work in another thread."""
-    token = _in_blocks.set(settings)
+    token = _in_block.set(settings)
     try:
         yield
     finally:
-        _in_blocks.reset(token)
+        _in_block.reset(token)
 
 
 @contextmanager
@@ -79,9 +76,7 @@ def using(
         "route": checked("route", route, *ROUTES, None),
         "deterministic": checked("deterministic", deterministic, bool, None),
     }
-    named = {name: value for name, value in arguments.items() if value is not None}
-    around = _in_blocks.get()
-    with held({**(vars(around) if isinstance(around, CommSettings) else around), **named}):
+    with held(_settings({name: value for name, value in arguments.items() if value is not None})):
         yield
 
 
@@ -91,9 +86,13 @@ def current() -> CommSettings:
     Raises:
         ValueError: an environment variable that counts has an impossible value.
     """
-    named = _in_blocks.get()
-    if isinstance(named, CommSettings):
-        return named
+    return _settings({})
+
+
+def _settings(named: Mapping[str, Any]) -> CommSettings:
+    around = _in_block.get()
+    if around is not None:
+        return replace(around, **named)
     return CommSettings(
         transport=named.get("transport") or _from_environment(TRANSPORT_VARIABLE, TRANSPORTS),
         route=named.get("route") or _from_environment(ROUTE_VARIABLE, ROUTES),

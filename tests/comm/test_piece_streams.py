@@ -12,7 +12,7 @@ from clocked import check_clocks
 from dataparallel import comm
 from dataparallel.comm import transport
 from dataparallel.comm.routes import TorchCopies
-from dataparallel.comm.streams.current import shared_piece_streams
+from dataparallel.comm.streams.current import piece_streams
 
 pytestmark = [pytest.mark.devices("sim", "stand-in")]
 
@@ -65,7 +65,7 @@ def test_buckets_in_one_block_follow_each_other_without_a_gap(
         [torch.full((size,), number + i, device=device) for i, device in enumerate(everyone)]
         for number, size in enumerate(sizes)
     ]
-    with Ports(monkeypatch) as ports, shared_piece_streams(everyone, 3):
+    with Ports(monkeypatch) as ports, piece_streams(everyone, 3):
         for (source, *buffers), size in zip(buckets, sizes, strict=True):
             TorchCopies("chain" if size == SIZE else "star", pieces).broadcast_flat(source, buffers)
     assert ports.steps == len(everyone) - 2 + pieces + pieces + sizes.count(1)

@@ -16,7 +16,7 @@ NAMES = {"DATAPARALLEL_TRANSPORT": TRANSPORTS, "DATAPARALLEL_ROUTE": ROUTES}
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for variable in NAMES:
         monkeypatch.delenv(variable, raising=False)
-    with settings.held({}):  # as in a thread that is in no block
+    with settings.held(None):  # as in a thread that is in no block
         assert current() == CommSettings(transport=None, route=None, deterministic=True)
         yield
 

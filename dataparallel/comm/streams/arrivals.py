@@ -20,8 +20,8 @@ from dataparallel.comm.streams.current import (
     PieceStreams,
     current_streams,
     kept_stream,
+    piece_streams,
     run_apart,
-    shared_piece_streams,
     streams_set,
 )
 from dataparallel.comm.transport import FlatBroadcast
@@ -101,7 +101,7 @@ class Arrivals:
             Event(self._computing[device]).make_wait(side)
         sent: deque[tuple[Tensor, Event]] = deque()  # flat buffers, each with an event after its send
         try:
-            with streams_set(sides), shared_piece_streams([*sides], _PIECE_STREAMS) as pieces:
+            with streams_set(sides), piece_streams([*sides], _PIECE_STREAMS) as pieces:
                 for broadcast in sorted(broadcasts, key=lambda broadcast: at_once.isdisjoint(broadcast.indices)):
                     if len(sent) == _FLATS_HELD:
                         oldest, sent_event = sent.popleft()

@@ -191,18 +191,21 @@ class Event:
     When a ``torch.Event`` is freed and, before torch 2.15, recorded or waited for, torch creates a context on the
     current device, even if that device is unused. A context takes hundreds of megabytes. So this class makes the
     stream's device current meanwhile, and torch goes back to the former device only when it is used again.
+
+    ``timed``: the event records its time. A backend without such events raises as torch does.
     """
 
-    def __init__(self, stream: torch.Stream) -> None:
+    def __init__(self, stream: torch.Stream, timed: bool = False) -> None:
         self._index = stream.device_index
         before = exchange_device(self._index)
         try:
-            self._event = self._recorded(stream)
+            if timed:
+                self._event = torch.Event(stream.device, enable_timing=True)
+                self._event.record(stream)
+            else:
+                self._event = stream.record_event()
         finally:
             go_back_to_device(before)
-
-    def _recorded(self, stream: torch.Stream) -> torch.Event:
-        return stream.record_event()
 
     def make_wait(self, stream: torch.Stream) -> None:
         """Makes ``stream`` wait for the event. The host does not wait."""
@@ -215,6 +218,10 @@ class Event:
     def has_passed(self) -> bool:
         """True if the device has done the work before the event. The host does not wait."""
         return bool(self._event.query())
+
+    def seconds_until(self, later: Event) -> float:
+        """The seconds between two timed events of one device, which must have passed both."""
+        return 1e-3 * float(self._event.elapsed_time(later._event))
 
     def __del__(
         self, exchange: Callable[[int], int] = exchange_device, go_back: Callable[[int], object] = go_back_to_device
@@ -261,21 +268,8 @@ def _make_wait(stream: torch.Stream, event: torch.Event) -> None:
         go_back_to_device(before)
 
 
-class TimedEvent(Event):
-    """An event that records its time. A backend without such events raises as torch does."""
-
-    def _recorded(self, stream: torch.Stream) -> torch.Event:
-        event = torch.Event(stream.device, enable_timing=True)
-        event.record(stream)
-        return event
-
-    def seconds_until(self, later: TimedEvent) -> float:
-        """The seconds between two events of one device, which must have passed both."""
-        return 1e-3 * float(self._event.elapsed_time(later._event))
-
-
-Marks: TypeAlias = "dict[Any, TimedEvent]"
-"""An event for each device, or for each stream."""
+Marks: TypeAlias = "dict[Any, Event]"
+"""A timed event for each device, or for each stream."""
 
 
 class DeviceClock:
@@ -293,7 +287,7 @@ class DeviceClock:
         if not self._has_times:
             return {}
         try:
-            return {key: TimedEvent(stream) for key, stream in streams.items()}
+            return {key: Event(stream, timed=True) for key, stream in streams.items()}
         except RuntimeError:
             self._has_times = False
             return {}
@@ -336,50 +330,72 @@ class PieceStreams:
 
     def __init__(self, streams: Mapping[torch.device, Sequence[torch.Stream]]) -> None:
         self._streams = streams
-        self._current = dict.fromkeys(streams, 0)
-        self._used: defaultdict[torch.device, set[int]] = defaultdict(set)
+        self._current = {device: first for device, (first, *_) in streams.items()}
+        self._used: defaultdict[torch.device, set[torch.Stream]] = defaultdict(set)
         self.broadcast_pieces = 0
 
     def take_used(self, device: torch.device) -> Sequence[torch.Stream]:
         """The device's streams that `use` has made current since the last call of this method, or else stream 0."""
         streams, used = self._streams.get(device, ()), self._used.pop(device, ())
-        return [stream for number, stream in enumerate(streams) if number in used] or streams[:1]
+        return [stream for stream in streams if stream in used] or streams[:1]
 
     def are_for(self, devices: Iterable[torch.device]) -> bool:
         """True if all of ``devices`` have streams here, and stream 0 of each is its current stream."""
         here = current_streams(devices)
         return all(device in self._streams and self._streams[device][0] == here[device] for device in here)
 
-    def use_first(self) -> None:
-        """Makes the caller's streams current again."""
-        for device in self._streams:
-            self._make_current(device, 0)
-
     def use(self, device: torch.device, number: int) -> None:
         """Makes stream ``number``, modulo the number of streams, of the device current. On the CPU it does nothing."""
         if device in self._streams:
-            number %= len(self._streams[device])
-            self._used[device].add(number)
-            self._make_current(device, number)
+            stream = self._streams[device][number % len(self._streams[device])]
+            self._used[device].add(stream)
+            self._make_current(device, stream)
 
-    def _make_current(self, device: torch.device, number: int) -> None:
-        if self._current[device] != number:
-            torch.accelerator.set_stream(self._streams[device][number])
-            self._current[device] = number
+    def use_first(self) -> None:
+        """Makes the caller's streams current again."""
+        for device, (first, *_) in self._streams.items():
+            self._make_current(device, first)
+
+    def _make_current(self, device: torch.device, stream: torch.Stream) -> None:
+        if self._current[device] != stream:
+            torch.accelerator.set_stream(stream)
+            self._current[device] = stream
 
 
-_shared = threading.local()
+_outer = threading.local()  # ``streams``: the `PieceStreams` of the block around this code
+
+
+def _streams_around(devices: Iterable[torch.device]) -> PieceStreams | None:
+    streams: PieceStreams | None = getattr(_outer, "streams", None)
+    return streams if streams is not None and streams.are_for(devices) else None
+
+
+def are_pieces_under_way(devices: Sequence[torch.device]) -> bool:
+    """True inside a block of `piece_streams` for these devices, once pieces have been broadcast there."""
+    streams = _streams_around(devices)
+    return streams is not None and streams.broadcast_pieces > 0
 
 
 @contextmanager
-def piece_streams(devices: Iterable[torch.device], number: int = 2) -> Iterator[PieceStreams]:
+def piece_streams(devices: Collection[torch.device], number: int = 2) -> Iterator[PieceStreams]:
     """Inside the block, `PieceStreams.use` makes one of ``number`` streams of a device current.
 
     At the beginning each further stream waits for the caller's stream. At the end, also after an error, the caller's
     stream waits for them and is current again, so nothing needs ``record_stream``. Two streams are enough if all pieces
     take the same time; with a third one, late pieces catch up. With fewer than two accelerators, or with ``number=1``,
     nothing can overlap, and all work stays on the caller's streams.
+
+    A block inside another one for the same devices, in one thread, shares the outer streams, whatever its ``number``.
+    It orders nothing at its beginning and end, so buffers follow each other without waiting. They have to exist before
+    the outer block, and work that uses one there has to wait for the streams that received it, see
+    `PieceStreams.take_used`.
     """
+    if (around := _streams_around(devices)) is not None:
+        try:
+            yield around
+        finally:
+            around.use_first()
+        return
     here = current_streams(devices)
     streams: dict[torch.device, list[torch.Stream]] = {}
     if len(here) > 1 < number:
@@ -391,6 +407,7 @@ def piece_streams(devices: Iterable[torch.device], number: int = 2) -> Iterator[
     if not streams:
         yield pieces
         return
+    before, _outer.streams = getattr(_outer, "streams", None), pieces
     # `torch.accelerator.set_stream` changes the current device, which is restored once, at the end.
     with current_device_set(next(iter(streams))):
         for current, *further in streams.values():
@@ -399,36 +416,8 @@ def piece_streams(devices: Iterable[torch.device], number: int = 2) -> Iterator[
         try:
             yield pieces
         finally:
+            _outer.streams = before
             pieces.use_first()
             for current, *further in streams.values():
                 for stream in further:
                     current.wait_stream(stream)
-
-
-def are_pieces_under_way(devices: Sequence[torch.device]) -> bool:
-    """True inside a block of `shared_piece_streams` for these devices, once pieces have been sent there."""
-    outer: PieceStreams | None = getattr(_shared, "streams", None)
-    return outer is not None and outer.broadcast_pieces > 0 and outer.are_for(devices)
-
-
-@contextmanager
-def shared_piece_streams(devices: Sequence[torch.device], number: int = 2) -> Iterator[PieceStreams]:
-    """`piece_streams`; but a block inside another block for the same devices, in one thread, shares the outer streams.
-
-    Such an inner block orders nothing at its beginning and end, and ignores ``number``, so buffers follow each other
-    without waiting. The buffers have to exist before the outer block. Work that uses a buffer inside the outer block
-    has to wait for the streams that received it (`PieceStreams.take_used`).
-    """
-    outer: PieceStreams | None = getattr(_shared, "streams", None)
-    if outer is not None and outer.are_for(devices):
-        try:
-            yield outer
-        finally:
-            outer.use_first()
-        return
-    with piece_streams(devices, number) as streams:
-        _shared.streams = streams
-        try:
-            yield streams
-        finally:
-            _shared.streams = outer
