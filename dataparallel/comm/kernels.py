@@ -239,19 +239,19 @@ class Cupy(Transport):
     def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor], senders_wait: bool = True) -> None:
         """Copies with one launch on each device that receives, all at a time. Torch copies what is not contiguous."""
         pairs = zip(targets, sources, strict=True)
-        if _launch([TensorRow(target, [source]) for target, source in pairs if target is not source]):
+        if launch([TensorRow(target, [source]) for target, source in pairs if target is not source]):
             hold_for_peers(sources, targets)
         else:
             super().copy_each(targets, sources, senders_wait)
 
     def add_terms(self, rows: Sequence[TensorRow], empty: Allocate) -> list[Tensor]:
         """Adds with one launch on each device that has targets. Torch adds in dtypes that have no kernel."""
-        if _launch(rows):
+        if launch(rows):
             return [tensor for row in rows for tensor in (row.target, *row.terms)]
         return super().add_terms(rows, empty)
 
 
-def _launch(rows: Sequence[TensorRow]) -> bool:
+def launch(rows: Sequence[TensorRow]) -> bool:
     """Executes rows by one launch on each device that has targets. False if the kernels cannot execute them.
 
     A launch comes after earlier work, and before later work, on the current streams of its terms' devices. It does not

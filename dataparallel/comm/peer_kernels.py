@@ -7,27 +7,24 @@ copies were right.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from functools import cache
-from itertools import accumulate, combinations
+from itertools import combinations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from dataparallel.comm.kernels import DeviceTable
-from dataparallel.comm.routes import STAR
+from dataparallel.comm.kernels import launch
 from dataparallel.comm.streams.current import kept_stream, streams_set
-from dataparallel.comm.tables import Part, all_gather, reduce_scatter, rows_in
-from dataparallel.devices import CPU
+from dataparallel.comm.tables import TensorRow
 from dataparallel.forks import in_forked_child
 
 P2P_BY_NVLINK, P2P_OK = 2, 0  # numbers, because some releases of pynvml have a wrong type for the names
 
 _ROUNDS = 3
-_NUMELS = (700_001, 5, 0, 40_003)
+_NUMEL = 700_001
 """Elements of the tensors in the check: above 2 MiB, and such that most rows are not aligned to 16 bytes."""
 
 
@@ -45,7 +42,7 @@ def why_not_by_default(devices: Sequence[torch.device]) -> str | None:
     return None
 
 
-@cache
+@functools.cache
 def _has_passed_check(devices: tuple[torch.device, ...]) -> bool:
     return passes_check(devices)
 
@@ -72,40 +69,29 @@ def _why_not_linked(devices: Sequence[torch.device]) -> str | None:
 
 @torch.no_grad()
 def passes_check(devices: Sequence[torch.device]) -> bool:
-    """True if kernels on all devices at once gather and sum ``float32`` as copies do, to the bit.
+    """True if kernels on all devices gather and sum ``float32`` as the host does, to the bit.
 
     Each round has new data in the same memory: a device that reads stale values fails. Sums of ``float32`` show the
     order of their terms, which those of 16-bit numbers often do not.
     """
-    owners, random = len(devices), torch.Generator().manual_seed(0)
-    sizes = [-(-numel // owners) for numel in _NUMELS]
-    in_shard, in_full = [*accumulate(sizes, initial=0)], [*accumulate(_NUMELS, initial=0)]
-    parts = [
-        Part(*starts, tuple(max(min(size, numel - owner * size), 0) for owner in range(owners)))
-        for starts, size, numel in zip(zip(in_shard, in_full, strict=True), sizes, _NUMELS, strict=False)
-    ]
-    plans = [all_gather(parts, slot) for slot in range(owners)]
-    plans += [reduce_scatter(parts, owner, owners) for owner in range(owners)]
-
-    def made(places: Sequence[torch.device]) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """The sources, and for each plan its tensors, of which the last is the target."""
-        shards = [torch.zeros(in_shard[-1], device=place) for place in places]
-        grads = [torch.zeros(sum(part.counts), device=place) for place in places for part in parts]
-        gathers = [[*shards, torch.zeros(in_full[-1], device=place)] for place in places]
-        return shards + grads, gathers + [[*grads, torch.zeros(in_shard[-1], device=place)] for place in places]
-
+    random = torch.Generator().manual_seed(0)
     with streams_set({device: kept_stream(device, "peers are checked") for device in devices}):
-        (sources, on_host), (copies, there) = made([CPU] * owners), made(devices)
-        tables = [DeviceTable(plan, of[-1].device, torch.float32) for plan, of in zip(plans, there, strict=True)]
+        sources = [torch.zeros(_NUMEL, device=device) for device in devices]
+        wholes = [torch.zeros(len(devices), _NUMEL, device=device) for device in devices]
+        sums = [torch.zeros_like(source) for source in sources]
+        gathers = [TensorRow(row, [source]) for whole in wholes for row, source in zip(whole, sources, strict=True)]
+        # From element `at` on, so that most terms are not aligned to 16 bytes.
+        added = [TensorRow(total[at:], [source[at:] for source in sources]) for at, total in enumerate(sums)]
         for _ in range(_ROUNDS):
-            for copy, source in zip(copies, sources, strict=True):
-                copy.copy_(source.normal_(generator=random))  # the host waits for it, so any stream may read the copy
-            for table, tensors in zip(tables, there, strict=True):
-                table.launch(tensors)
-            for plan, tensors in zip(plans, on_host, strict=True):
-                STAR.execute(rows_in(plan, tensors))
-            found = [tensors[-1].cpu() for tensors in there]  # of all, so that no kernel runs any more
-            if not all(map(torch.equal, found, [tensors[-1] for tensors in on_host])):
+            data = torch.empty(len(devices), _NUMEL).normal_(generator=random)
+            for source, values in zip(sources, data, strict=True):
+                source.copy_(values)  # the host waits for it, so any stream may read the copy
+            launch(gathers)
+            launch(added)
+            found = [result.cpu() for result in (*wholes, *sums)]  # of all, so that no kernel runs any more
+            total = functools.reduce(torch.add, data)
+            expected = [data] * len(devices) + [torch.cat([torch.zeros(at), total[at:]]) for at in range(len(devices))]
+            if not all(map(torch.equal, found, expected)):
                 return False
     return True
 

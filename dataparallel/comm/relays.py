@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -70,21 +70,6 @@ def relays_between(devices: Sequence[torch.device]) -> dict[Pair, torch.device]:
     return {} if can_access is None else plan_relays(accelerators, can_access)
 
 
-class _HalfWay(NamedTuple):
-    """A tensor on the relay, in memory of ``stream``."""
-
-    tensor: Tensor
-    stream: torch.Stream
-
-    def deliver(self, target: Tensor) -> Event:
-        """Copies it into ``target``, on the relay's stream. Returns the event after the copy."""
-        with streams_set({self.tensor.device: self.stream}):
-            target.copy_(self.tensor)
-        done = Event(self.stream)
-        hold([self.tensor], done)
-        return done
-
-
 @dataclass(frozen=True)
 class RelayedCopies(TorchCopies):
     """torch's copies, of which those between the pairs of ``relays`` make two hops.
@@ -108,28 +93,30 @@ class RelayedCopies(TorchCopies):
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """See `Transport.copy`."""
-        self.copy_each([target], [source])
+        if self._relay_of(source, target.device) is None:
+            super().copy(target, source)
+        else:
+            self.copy_each([target], [source])
 
     def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor], senders_wait: bool = True) -> None:
         """See `Transport.copy_each`. First hops go out together, beside the copies that take one."""
-        pairs = [*zip(targets, sources, strict=True)]
-        half_way = [self._first_hop(source, target.device) for target, source in pairs]
-        for (target, source), half in zip(pairs, half_way, strict=True):
-            if half is None and target is not source:
-                target.copy_(source)
-        for (target, source), half in zip(pairs, half_way, strict=True):
-            if half is not None:
-                done = half.deliver(target)
-                if senders_wait:
-                    done.make_wait(current_streams([source.device])[source.device])
-
-    def _first_hop(self, source: Tensor, target: torch.device) -> _HalfWay | None:
-        """Copies the source to the relay for ``target``; ``None`` if there is none."""
-        relay = self._relay_of(source, target)
-        if relay is None:
-            return None
-        stream = kept_stream(relay, "relays")
-        # A copy comes after the work of the target's stream too, which may have waited for the source.
-        Event(current_streams([target])[target]).make_wait(stream)
-        with streams_set({relay: stream}):
-            return _HalfWay(torch.empty_like(source, device=relay).copy_(source), stream)
+        half_way: list[tuple[Tensor, Tensor, Tensor, torch.Stream]] = []
+        direct: list[tuple[Tensor, Tensor]] = []
+        for target, source in zip(targets, sources, strict=True):
+            relay = self._relay_of(source, target.device)
+            if relay is None:
+                direct.append((target, source))
+                continue
+            stream = kept_stream(relay, "relays")
+            # A copy comes after the work of the target's stream too, which may have waited for the source.
+            Event(current_streams([target.device])[target.device]).make_wait(stream)
+            with streams_set({relay: stream}):
+                half_way.append((target, source, torch.empty_like(source, device=relay).copy_(source), stream))
+        super().copy_each([target for target, _ in direct], [source for _, source in direct])
+        for target, source, on_relay, stream in half_way:
+            with streams_set({on_relay.device: stream}):
+                target.copy_(on_relay)
+            done = Event(stream)
+            hold([on_relay], done)
+            if senders_wait:
+                done.make_wait(current_streams([source.device])[source.device])

@@ -42,11 +42,6 @@ def gather(tensors: Sequence[Tensor], out: Tensor, dim: int) -> list[TensorRow]:
     return [TensorRow(part, [tensor]) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def sums_of_rows(matrices: Sequence[Tensor], out: Sequence[Tensor]) -> list[TensorRow]:
-    """Adds row j of all ``matrices`` into ``out[j]``."""
-    return [TensorRow(target, [matrix[j] for matrix in matrices]) for j, target in enumerate(out)]
-
-
 def summed_in(dtype: torch.dtype) -> torch.dtype:
     """The dtype of partial sums: ``float32`` for 16-bit floats, so that a sum is rounded once; else ``dtype``."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -117,20 +112,3 @@ def reduce_scatter(parts: Sequence[Part], owner: int, slots: int) -> Table:
         )
         for at, (part, start) in enumerate(zip(parts, starts, strict=True))
     ]
-
-
-def rows_in(table: Table, tensors: Sequence[Tensor | None]) -> list[TensorRow]:
-    """The rows of a table in the memory of these tensors. Terms without a tensor and rows without terms are no part."""
-
-    def elements(place: Place, numel: int) -> Tensor:
-        tensor = tensors[place.tensor]
-        assert tensor is not None
-        return tensor.as_strided((numel,), (1,), tensor.storage_offset() + place.first)
-
-    rows = [
-        TensorRow(
-            elements(target, numel), [elements(term, numel) for term in terms if tensors[term.tensor] is not None]
-        )
-        for target, terms, numel in table
-    ]
-    return [row for row in rows if row.terms]

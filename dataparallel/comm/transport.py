@@ -102,7 +102,8 @@ class Transport:
         self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate = torch.empty_like
     ) -> None:
         """Copies row j of the sum of the matrices into ``out[j]``; see `comm.reduce_scatter`. By default by copies."""
-        self.execute(tables.sums_of_rows(matrices, out), empty)
+        rows = [TensorRow(target, [matrix[at] for matrix in matrices]) for at, target in enumerate(out)]
+        self.execute(rows, empty)
 
     # ---- what a plan says --------------------------------------------------------------------------------------------
 

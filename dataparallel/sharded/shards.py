@@ -123,44 +123,15 @@ def copy_shards(
 ) -> None:
     """Copies shards of one tensor of this shape into shards with another placement.
 
-    Each target gets from each source the elements that both of them have. Of replicated sources it uses one, on its own
-    device if possible. Sources over machines are gathered to a full tensor first, unless all is divided alike.
+    Sources that are divided in another way are gathered to a full tensor first.
     """
     if target_placement == source_placement and len(targets) == len(sources) and target_over == source_over:
         for target, source in zip(targets, sources, strict=True):
             if target.numel():
                 copy_into(target, source, non_blocking)
-        return
-    if source_over is not None and not isinstance(source_placement, Replicate):
+    else:
         full = gather_full(sources, source_placement, shape, targets[0].device, source_over)
         split_into(targets, target_placement, full, non_blocking, target_over)
-        return
-    starts = starts_of_shards(shape, target_placement, len(targets), target_over)
-    source_starts = starts_of_shards(shape, source_placement, len(sources))
-    for target, start in zip(targets, starts, strict=True):
-        if not target.numel():
-            continue
-        if isinstance(source_placement, Replicate):
-            on_device = [i for i, source in enumerate(sources) if source.device == target.device]
-            used = on_device[:1] or [0]
-        else:
-            used = [i for i, source in enumerate(sources) if source.numel()]
-        for i in used:
-            _copy_common(target, start, sources[i], source_starts[i], non_blocking)
-
-
-def _copy_common(
-    target: Tensor, target_start: Sequence[int], source: Tensor, source_start: Sequence[int], non_blocking: bool
-) -> None:
-    """Copies the elements that two shards of one tensor have in common. The starts are positions in the full tensor."""
-    for dim in range(target.dim()):
-        start = max(target_start[dim], source_start[dim])
-        stop = min(target_start[dim] + target.shape[dim], source_start[dim] + source.shape[dim])
-        if stop <= start:
-            return
-        target = target.narrow(dim, start - target_start[dim], stop - start)
-        source = source.narrow(dim, start - source_start[dim], stop - start)
-    copy_into(target, source, non_blocking)
 
 
 def starts_of_shards(

@@ -37,29 +37,26 @@ Launch = Callable[[DeviceTable, Sequence[Tensor], Any], None]
 
 
 class Faults:
-    """Planted faults of a kernel. Each is one of ``DeviceTable.launch``."""
+    """Planted faults of a kernel. Each is one of ``DeviceTable.launch``: with a term of each device, then targets."""
 
-    def __init__(self, right: Launch, bad: torch.device) -> None:
-        self._right, self._bad = right, bad
+    def __init__(self, right: Launch, devices: Sequence[torch.device]) -> None:
+        self._right, self._bad, self._count = right, devices[2], len(devices)
         self._first: dict[int, list[Tensor]] = {}
 
     def reads_stale_values(self, table: DeviceTable, tensors: Sequence[Tensor], shifts: Any = None) -> None:
         """The device reads a peer's memory as it was at first."""
-        *terms, target = tensors
+        terms, targets = tensors[: self._count], tensors[self._count :]
         if table.device == self._bad:
             terms = self._first.setdefault(id(table), [term.clone() for term in terms])
             for term in terms:
                 torch.accelerator.synchronize(term.device)
-        self._right(table, [*terms, target], shifts)
+        self._right(table, [*terms, *targets], shifts)
 
     def adds_in_another_order(self, table: DeviceTable, tensors: Sequence[Tensor], shifts: Any = None) -> None:
-        *terms, target = tensors
-        is_sum = len(terms) > len({term.device for term in terms})
-        slots = len({term.device for term in terms})
-        parts = len(terms) // slots
-        if is_sum and table.device == self._bad:
-            terms = [terms[slot * parts + at] for slot in reversed(range(slots)) for at in range(parts)]
-        self._right(table, [*terms, target], shifts)
+        terms, targets = tensors[: self._count], tensors[self._count :]
+        if len(targets) == 1 and table.device == self._bad:
+            terms = terms[::-1]
+        self._right(table, [*terms, *targets], shifts)
 
     def writes_nothing(self, table: DeviceTable, tensors: Sequence[Tensor], shifts: Any = None) -> None:
         if table.device != self._bad:
@@ -76,7 +73,7 @@ class Faults:
 def test_the_check_finds_a_device_whose_kernels_are_wrong(
     fault: str, peer_devices: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = getattr(Faults(DeviceTable.launch, peer_devices[2]), fault)
+    wrong = getattr(Faults(DeviceTable.launch, peer_devices), fault)
     monkeypatch.setattr(DeviceTable, "launch", lambda *arguments: wrong(*arguments))
     assert not passes_check(peer_devices)
 

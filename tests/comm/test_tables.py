@@ -22,7 +22,7 @@ from dataparallel.comm import tables
 from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.kernels import SUM_KERNELS, DeviceTable, kernel_for, pack
 from dataparallel.comm.routes import STAR
-from dataparallel.comm.tables import Part, Table, all_gather, reduce_scatter, rows_in, summed_in
+from dataparallel.comm.tables import Part, Place, Table, TensorRow, all_gather, reduce_scatter, summed_in
 from dataparallel.comm.transport import Transport
 
 pytestmark = pytest.mark.slots(8)
@@ -114,7 +114,20 @@ def summed(parts: Sequence[Part], owner: int, grads: Sequence[Sequence[Tensor | 
 
 
 def by_copies(table: Table, tensors: Sequence[Tensor | None]) -> None:
-    STAR.execute(rows_in(table, tensors))
+    """Terms without a tensor and rows without terms are no part."""
+
+    def elements(place: Place, numel: int) -> Tensor:
+        tensor = tensors[place.tensor]
+        assert tensor is not None
+        return tensor.as_strided((numel,), (1,), tensor.storage_offset() + place.first)
+
+    rows = [
+        TensorRow(
+            elements(target, numel), [elements(term, numel) for term in terms if tensors[term.tensor] is not None]
+        )
+        for target, terms, numel in table
+    ]
+    STAR.execute([row for row in rows if row.terms])
 
 
 def by_kernel(table: Table, tensors: Sequence[Tensor | None], kernels: Kernels | None = None) -> None:
@@ -302,7 +315,7 @@ def test_rows_of_matrices_are_added_in_slot_order(
     out = [torch.full((columns,), 7, dtype=wide, device=device) for device in on]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dataparallel.comm.transport._OVERLAP_ABOVE_BYTES", sent_on_another_stream_above)
-        transport.execute(tables.sums_of_rows(there, out))
+        transport.reduce_scatter(there, out)
     expected = functools.reduce(torch.add, [matrix.to(wide) for matrix in matrices])
     assert torch.equal(torch.stack([row.cpu() for row in out]), expected)
     assert all(map(torch.equal, [matrix.cpu() for matrix in there], matrices))
