@@ -204,14 +204,17 @@ def fill_buckets(
     return filled
 
 
-def flatten(bucket: Bucket, tensors: Sequence[Tensor]) -> Tensor:
-    """A new flat buffer with the elements of the bucket's tensors, in the order in which they lie in memory.
+def flatten(bucket: Bucket, tensors: Sequence[Tensor], own: bool = True) -> Tensor:
+    """A flat buffer with the elements of the bucket's tensors, in the order in which they lie in memory.
+
+    A single tensor is not copied unless the buffer is to have memory of its ``own``.
 
     ``tensors`` is the list that the bucket was planned for. If the bucket keeps no repeats, it may also be another list
     with the same shapes.
     """
     if len(bucket.indices) == 1:
-        return _flat_view(tensors[bucket.indices[0]], bucket.layouts[0]).clone()
+        view = _flat_view(tensors[bucket.indices[0]], bucket.layouts[0])
+        return view.clone() if own else view
     return _torch.flatten_dense_tensors(
         [
             tensors[index] if layout.row_major else _flat_view(tensors[index], layout)

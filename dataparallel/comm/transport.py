@@ -46,9 +46,9 @@ class FlatBroadcast(NamedTuple):
     send: Callable[[Tensor], Any]
     buffers: Sequence[Tensor]
 
-    def read(self) -> Tensor:
-        """Makes the flat buffer from the tensors' current values. After that the tensors may be changed."""
-        return flatten(self.bucket, self.tensors)
+    def read(self, own: bool = True) -> Tensor:
+        """The flat buffer with the tensors' current values. If it is its ``own`` memory, they may be changed then."""
+        return flatten(self.bucket, self.tensors, own)
 
 
 Later: TypeAlias = "Callable[[FlatBroadcast], object]"
@@ -57,11 +57,6 @@ Later: TypeAlias = "Callable[[FlatBroadcast], object]"
 
 class Transport:
     """Copies and sums tensors across devices. Results own their memory unless a method says otherwise."""
-
-    @property
-    def flattens_single_tensors(self) -> bool:
-        """True if a call with one tensor uses a flat buffer too, because `broadcast_flat` is faster than `send`."""
-        return True
 
     # ---- how data moves: what a transport defines --------------------------------------------------------------------
 
@@ -159,12 +154,6 @@ class Transport:
         hold_for_peers([sent], [tensor])
         return same_kind(sent, tensor, self.send)
 
-    def broadcast(self, tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-        """One tensor for each slot. Slots on one device share one copy."""
-        if self.flattens_single_tensors and travels_flat(tensor):
-            return [copy for (copy,) in self.broadcast_coalesced([tensor], devices, own=False)]
-        return self._broadcast_singly(tensor, devices, own=False)
-
     def _broadcast_singly(self, tensor: Tensor, devices: Sequence[torch.device], own: bool) -> list[Tensor]:
         if own:
             return [self.to_device(tensor, device, own=slot > 0) for slot, device in enumerate(devices)]
@@ -182,19 +171,9 @@ class Transport:
         else:
             self.execute(tables.broadcast(tensor, out))
 
-    def reduce_add(self, inputs: Sequence[Tensor], destination: torch.device) -> Tensor:
-        """The sum, in slot order, on ``destination``. A single input is returned as it is."""
-        if self.flattens_single_tensors and len(inputs) > 1 and all(map(travels_flat, inputs)):
-            (total,) = self.reduce_add_coalesced([[tensor] for tensor in inputs], destination)
-            return total
-        return self._sum_singly(inputs, destination)
-
     def _sum_singly(self, inputs: Sequence[Tensor], destination: torch.device) -> Tensor:
         dtype = inputs[0].dtype
-        total = self.to_device(inputs[0], destination)
-        if len(inputs) == 1:
-            return total
-        total = Tensor.to(total, summed_in(dtype))
+        total = Tensor.to(self.to_device(inputs[0], destination), summed_in(dtype))
         for tensor in inputs[1:]:
             term = Tensor.to(self.to_device(tensor, destination), total.dtype)
             if total.is_sparse and not term.is_sparse:
@@ -235,7 +214,7 @@ class Transport:
             send = partial(self.broadcast_flat, buffers=[*buffers.values()])
             broadcast = FlatBroadcast(bucket.indices, bucket, tensors, send, [*buffers.values()])
             if later is None:
-                send(flat := broadcast.read())
+                send(flat := broadcast.read(own=False))
             else:
                 later(broadcast)
             arrived = {device: unflatten(bucket, buffer) for device, buffer in buffers.items()}

@@ -135,11 +135,10 @@ def _why_not_supported(
     accelerators = [device for device in devices if device.type != "cpu"]
     if len({*accelerators}) < 2:
         return f"{transport} works between accelerators, and there are fewer than two"
-    if all(device.type != "cuda" for device in accelerators):
+    if accelerators[0].type != "cuda":
         return None  # `_why_unavailable` gives the reason, and the call raises
-    other = next((device for device in devices if device.type != "cuda"), None)
-    if other is not None:
-        return f"{transport} works between CUDA devices, and {other} is none"
+    if len(accelerators) < len(devices):
+        return f"{transport} works between CUDA devices, and cpu is none"
     twice = next((device for device in devices if devices.count(device) > 1), None)
     if is_sum_of_nccl and twice is not None:
         return f"nccl takes each device once, and {twice} is listed more than once"
@@ -148,17 +147,15 @@ def _why_not_supported(
 
 def _why_unavailable(distinct: Sequence[torch.device], unavailable: str | None, failed_pair: Pair | None) -> str | None:
     """Why a transport can do nothing between these devices; ``None`` if it can serve them."""
-    for device in distinct:
-        if device.type not in ("cuda", "cpu"):
-            return f"it needs CUDA devices, and {device} is none"
-    if unavailable is not None:
-        return unavailable
-    if failed_pair is not None:
+    other = next((device for device in distinct if device.type not in ("cuda", "cpu")), None)
+    if other is not None:
+        return f"it needs CUDA devices, and {other} is none"
+    if unavailable is None and failed_pair is not None:
         return (
             f"copies from {failed_pair[0]} to {failed_pair[1]} have failed their check; use 'host', "
             f"or set {PEER_CHECK_VARIABLE}=0 if you know better"
         )
-    return None
+    return unavailable
 
 
 def transport_for(

@@ -125,9 +125,6 @@ _lock = threading.Lock()
 _group_counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 """For each optimizer that has made a step, how many groups it had then."""
 
-_has_load_hook: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
-"""Optimizers that have the hook for later loads."""
-
 
 def counters(states: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> Collection[str]:
     """The names of state entries that are plain numbers, also where a 0-dim parameter has the same shape.
@@ -183,9 +180,6 @@ def _before_step(optimizer: Optimizer) -> None:
         # The compiler traces no sharded tensor. So it would compile only scraps of a step.
         _torch.leave_alone(inspect.unwrap(type(optimizer).step))
         _shard_state(optimizer)
-        with _lock:
-            if optimizer not in _has_load_hook:
-                optimizer.register_load_state_dict_post_hook(_shard_state)
-                _has_load_hook[optimizer] = None
+        optimizer.register_load_state_dict_post_hook(_shard_state)
     with _lock:
         _group_counts[optimizer] = len(groups)

@@ -38,16 +38,6 @@ def _to_copy(func: OpOverload, tensor: ShardedTensor, *, non_blocking: bool = Fa
     return made
 
 
-@register(aten.clone.default)
-def _clone(func: OpOverload, tensor: ShardedTensor, **options: Any) -> ShardedTensor:
-    return _like(tensor, [func(shard, **options) for shard in tensor._shards])
-
-
-@register(_torch.pin_memory)
-def _pin_memory(func: OpOverload, tensor: ShardedTensor, device: torch.device | None = None) -> ShardedTensor:
-    return _like(tensor, [shard.pin_memory() for shard in tensor._shards])
-
-
 @register(aten.copy_.default)
 def _copy_(func: OpOverload, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, ShardedTensor):

@@ -32,12 +32,12 @@ from dataparallel.sharded.tensor import ShardedTensor
 aten = torch.ops.aten
 
 WITHOUT_TAG = frozenset(
-    ["__ilshift__", "__irshift__", "elu_backward", "fill", "fill_", "hardshrink_backward", "hardsigmoid_backward",
-     "hardswish", "hardswish_", "hardswish_backward", "hardtanh_backward", "leaky_relu", "leaky_relu_",
-     "leaky_relu_backward", "masked_fill", "masked_fill_", "mish_backward", "rsub", "softplus_backward",
-     "softshrink_backward", "zero_"]
+    ["__ilshift__", "__irshift__", "_pin_memory", "clone", "elu_backward", "fill", "fill_", "hardshrink_backward",
+     "hardsigmoid_backward", "hardswish", "hardswish_", "hardswish_backward", "hardtanh_backward", "leaky_relu",
+     "leaky_relu_", "leaky_relu_backward", "lift_fresh", "masked_fill", "masked_fill_", "mish_backward", "rsub",
+     "softplus_backward", "softshrink_backward", "zero_"]
 )  # fmt: skip
-"""Names of pointwise operators that lack the tag in some release of torch."""
+"""Names of pointwise operators that lack the tag in some release of torch, and of copies of each element."""
 
 PASSED_AS_IS = frozenset({bool, int, float, complex, type(None), torch.dtype})
 """Types of arguments that every owner's call gets unchanged."""
@@ -90,12 +90,6 @@ def _all_close(func: OpOverload, *args: Any, **kwargs: Any) -> bool:
 @register(aten.is_same_size.default)
 def _is_same_size(func: OpOverload, one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape
-
-
-@register(aten.lift_fresh.default)
-def _lift_fresh(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
-    """The tensor itself: it is no constant of a trace."""
-    return tensor
 
 
 def pointwise(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
