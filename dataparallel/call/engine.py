@@ -248,7 +248,7 @@ class Call:
                 hold_by_output(self._cycles, ())
                 self.kept.drop_modules()
         finally:
-            self.reads.wait_for_copies()
+            self.reads.close()
 
 
 def call_of_this_thread(kept: KeptReplicas) -> Call | None:

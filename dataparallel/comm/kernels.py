@@ -212,18 +212,13 @@ def _copy(source: torch.device, target: torch.device) -> None:
 
 @functools.cache
 def _function(kernel: str, device_index: int) -> Any:
-    """The kernel, loaded for the current device, whose index is ``device_index``."""
-    try:
-        return _module(device_index).get_function(kernel)
-    except Exception as error:  # CuPy raises its own if the compiler fails, and others if there is no compiler
-        raise RuntimeError(f"CuPy cannot compile the kernels ({type(error).__name__}: {error})") from error
-
-
-@functools.cache
-def _module(device_index: int) -> Any:
+    """The kernel, loaded for the current device, whose index is ``device_index``. CuPy compiles the source once."""
     import cupy
 
-    return cupy.RawModule(code=_SOURCE.read_text(encoding="utf-8"), options=OPTIONS)
+    try:
+        return cupy.RawModule(code=_SOURCE.read_text(encoding="utf-8"), options=OPTIONS).get_function(kernel)
+    except Exception as error:  # CuPy raises its own if the compiler fails, and others if there is no compiler
+        raise RuntimeError(f"CuPy cannot compile the kernels ({type(error).__name__}: {error})") from error
 
 
 @in_forked_child

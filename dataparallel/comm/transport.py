@@ -30,14 +30,9 @@ _OVERLAP_ABOVE_BYTES = 2**22
 
 
 class FlatBroadcast(NamedTuple):
-    """The broadcast of one bucket, before it is launched.
+    """The broadcast of one bucket, before ``send`` sends its flat buffer into ``buffers``.
 
-    Attributes:
-        indices: positions of the bucket's tensors in the caller's list.
-        bucket: by their positions in ``tensors``.
-        tensors: the sources.
-        send: sends the flat buffer into ``buffers``.
-        buffers: the buffers that receive, one for each device.
+    ``bucket`` has positions in ``tensors``, the sources; ``indices`` are those in the caller's list.
     """
 
     indices: Sequence[int]

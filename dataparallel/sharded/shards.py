@@ -19,7 +19,6 @@ from dataparallel.devices import CPU
 from dataparallel.sharded.placements import (
     Division,
     Replicate,
-    Rows,
     on_this_machine,
     rows_of,
     shard_shapes,
@@ -106,7 +105,7 @@ def scalar_of(shards: Sequence[Tensor], over: Machines | None) -> Tensor:
     """The element of a 0-dim tensor that is divided. The first owner of the first machine has it."""
     if over is None:
         return shards[0]
-    return broadcast_from_first(shards[0] if over.rank == 0 else shards[0].new_zeros(()), over)
+    return all_gather_stacked(shards[0] if over.rank == 0 else shards[0].new_zeros(()), over)[0]
 
 
 @torch.no_grad()
@@ -178,11 +177,6 @@ def all_gather_stacked(tensor: Tensor, over: Machines) -> Tensor:
     return gathered.reshape(-1).view(tensor.dtype).view(over.size, *tensor.shape)
 
 
-def broadcast_from_first(tensor: Tensor, over: Machines) -> Tensor:
-    """The tensor of machine 0. All machines pass tensors of one shape and dtype."""
-    return all_gather_stacked(tensor, over)[0]
-
-
 def all_gather_owners(of_owners: Tensor, over: Machines) -> Tensor:
     """All-gathers a row of each owner, ``[owners, ...]`` on each machine. The rows come in the order of the shards."""
     return all_gather_stacked(of_owners, over).transpose(0, 1).flatten(0, 1)
@@ -204,20 +198,15 @@ def _rows_of_all_machines(
         if not sum(sizes):
             continue
         gathered = all_gather_stacked(_padded(shard, largest), over)
-        if isinstance(placement, Rows):
-            yield torch.cat([piece.narrow(dim, 0, size) for piece, size in zip(gathered, sizes, strict=True)], dim)
-        else:  # only shards at the end are padded
-            yield gathered.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, sum(sizes))
+        yield torch.cat([piece.narrow(dim, 0, size) for piece, size in zip(gathered, sizes, strict=True)], dim)
 
 
 def stack_on_first(of_owners: Sequence[Tensor]) -> Tensor:
     """Stacks tensors of one shape, one from each owner on this machine, on the device of the first one."""
-    first = of_owners[0]
-    if len(of_owners) == 1:
-        return first.unsqueeze(0)
-    if all(one.device == first.device for one in of_owners):
+    first = of_owners[0].device
+    if all(one.device == first for one in of_owners):
         return torch.stack([*of_owners])
-    return comm.gather([one.unsqueeze(0) for one in of_owners], 0, first.device)
+    return comm.gather([one.unsqueeze(0) for one in of_owners], 0, first)
 
 
 def _padded(shard: Tensor, shape: torch.Size) -> Tensor:

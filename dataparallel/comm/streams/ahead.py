@@ -82,7 +82,7 @@ def _withdraw(sent: SentTensor) -> bool:
 
 
 class HostReads(ExitStack):
-    """Copies that still read pinned memory of the caller. As a context, it waits for them at the end of the block.
+    """Copies that still read pinned memory of the caller. `close`, or the end of its block, waits for all of them.
 
     The wait is short: copies wait only for earlier copies. Copies from the library's own pinned memory need no wait,
     because torch's host allocator notes the streams that read it.
@@ -95,10 +95,6 @@ class HostReads(ExitStack):
             self.callback(memory.clear)
             for event in copy_events:
                 self.callback(event.synchronize)
-
-    def wait_for_copies(self) -> None:
-        """Makes the host wait until no copy reads the memory. It waits for all copies, even if one wait fails."""
-        self.close()
 
 
 class SentTensor:

@@ -19,7 +19,7 @@ from dataparallel.devices import CPU
 from dataparallel.sharded.operators import refusal, register, sharded_in
 from dataparallel.sharded.operators.layout import shard_devices
 from dataparallel.sharded.placements import destinations
-from dataparallel.sharded.shards import broadcast_from_first, copy_into, gather_full, local_shard_shapes
+from dataparallel.sharded.shards import all_gather_stacked, copy_into, gather_full, local_shard_shapes
 from dataparallel.sharded.tensor import ShardedTensor, fill_shards
 
 aten = torch.ops.aten
@@ -165,7 +165,7 @@ def _drawn(
     if over is None or device.type == "meta":
         return draw()
     own_state = _state(generator, device)
-    state = broadcast_from_first(own_state.to(tensor._shards[0].device), over).to(CPU)
+    state = all_gather_stacked(own_state.to(tensor._shards[0].device), over)[0].to(CPU)
     drawn = draw()
     if not torch.equal(own_state, state):
         after = _state(generator, device)
