@@ -130,10 +130,8 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def reduce_scatter(matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate = torch.empty_like) -> None:
     """Copies row j of the sum of ``matrices``, added in the order given, into ``out[j]``, on the current streams.
 
-    Args:
-        matrices: contiguous, of one shape and dtype.
-        out: one-dimensional, one for each row. The dtype of ``out``, in which terms are added, may be wider.
-        empty: allocates a buffer that receives a row, like the row and on a device.
+    The matrices are contiguous, of one shape and dtype. The dtype of ``out``, in which terms are added, may be wider.
+    ``empty`` allocates a buffer that receives a row, like the row and on a device.
     """
     places = _places([target.device for target in out], [matrix.device for matrix in matrices])
     transport_for("reduce_scatter", places, matrices[:1]).reduce_scatter(matrices, out, empty)
@@ -144,7 +142,7 @@ def reduce_scatter(matrices: Sequence[Tensor], out: Sequence[Tensor], empty: All
 def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) -> Tensor:
     """The sum of the tensors, added in the order given, on ``destination`` (default: the first tensor's device).
 
-    A single tensor that is on ``destination`` already is returned as it is.
+    A single tensor there is returned as it is.
 
     Raises:
         ValueError: no tensor, shapes or dtypes that differ (the message says which).
@@ -165,10 +163,7 @@ def reduce_add_coalesced(
 ) -> tuple[Tensor, ...]:
     """For each position the sum over slots, added in slot order, on ``destination`` (default: the first device).
 
-    Args:
-        inputs: one list of tensors for each slot, all of one length.
-        destination: a device.
-        buffer_size: size in bytes of the flat buffers in which dense tensors travel; above 0.
+    ``inputs`` has one list of tensors for each slot. Dense tensors travel in flat buffers of ``buffer_size`` bytes.
 
     Raises:
         ValueError: no slot, lists of different lengths, shapes or dtypes that differ within one position.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -49,9 +50,17 @@ class Bucket:
     """
 
     indices: list[int]
-    layouts: list[FlatLayout]
     runs: list[tuple[FlatLayout, int]]
-    row_major: bool
+
+    @cached_property
+    def layouts(self) -> list[FlatLayout]:
+        """The layout of each tensor."""
+        return [layout for layout, count in self.runs for _ in range(count)]
+
+    @cached_property
+    def row_major(self) -> bool:
+        """True if each tensor lies in the order of a contiguous one."""
+        return all(layout.row_major for layout, _ in self.runs)
 
     @property
     def numel(self) -> int:
@@ -71,12 +80,8 @@ class Bucket:
             by_layout.setdefault(layout, []).append(index)
         # Sizes with the largest power of two as a factor come first: each tensor is as aligned as its size allows.
         runs = sorted(by_layout.items(), key=lambda run: -(run[0].numel & -run[0].numel))
-        return cls(
-            indices=[index for _, indices in runs for index in indices],
-            layouts=[layout for layout, indices in runs for _ in indices],
-            runs=[(layout, len(indices)) for layout, indices in runs],
-            row_major=all(layout.row_major for layout in by_layout),
-        )
+        indices = [index for _, members in runs for index in members]
+        return cls(indices, [(layout, len(members)) for layout, members in runs])
 
     @classmethod
     def row_major_of(cls, tensors: Sequence[Tensor], positions: Iterable[int]) -> Bucket:
@@ -269,12 +274,8 @@ def send_packed(
 ) -> list[list[Tensor]]:
     """Sends each slot its chunks, cut alike from small tensors, in a flat buffer for each dtype.
 
-    Each chunk that arrives has memory of its own: forward may resize it, or keep it.
-
-    Args:
-        by_slot: the chunks of each slot, for which `travels_flat` is true.
-        sizes: of the chunks of each slot. Chunks of one size are alike otherwise.
-        send: takes the number of a slot, a bucket and the slot's chunks; returns the flat buffer of the bucket there.
+    Each chunk that arrives has memory of its own: forward may resize it, or keep it. Chunks of one of the ``sizes`` are
+    alike. ``send`` takes the number of a slot, a bucket and the slot's chunks, and returns the flat buffer there.
     """
     plans: dict[int, list[Bucket]] = {}
     received = [[*chunks] for chunks in by_slot]

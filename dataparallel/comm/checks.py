@@ -99,15 +99,10 @@ def check_summable(tensors: Sequence[Tensor], where: str = "") -> None:
     if not tensors:
         raise ValueError("cannot add no tensors; pass at least one")
     check_movable(tensors)
-    first = tensors[0]
-    for slot, tensor in enumerate(tensors):
-        if tensor.shape != first.shape:
-            raise ValueError(
-                f"cannot add tensors of different shapes{where}: tensor 0 has {tuple(first.shape)}, "
-                f"tensor {slot} has {tuple(tensor.shape)}"
-            )
-        if tensor.dtype != first.dtype:
-            raise ValueError(
-                f"cannot add tensors of different dtypes{where}: tensor 0 has {first.dtype}, "
-                f"tensor {slot} has {tensor.dtype}"
-            )
+    for kind, of_terms in (("shapes", [tuple(t.shape) for t in tensors]), ("dtypes", [t.dtype for t in tensors])):
+        for slot, found in enumerate(of_terms):
+            if found != of_terms[0]:
+                raise ValueError(
+                    f"cannot add tensors of different {kind}{where}: tensor 0 has {of_terms[0]}, "
+                    f"tensor {slot} has {found}"
+                )

@@ -20,7 +20,7 @@ from dataparallel.devices import CPU
 
 
 class ThroughHost(Transport):
-    """The transport that copies between accelerators through the host."""
+    """Copies between accelerators through the host."""
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A copy of the tensor's data on ``device``, made on the current streams of both devices."""

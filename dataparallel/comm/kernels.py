@@ -61,7 +61,7 @@ _LARGEST_CHUNK = 16 * _SMALLEST_CHUNK
 
 
 class KernelLaunch(NamedTuple):
-    """One launch: the kernel's name, its arguments (the address of ``table`` and three numbers), and its blocks."""
+    """The kernel's name, its arguments (the address of ``table`` and three numbers), and how many blocks it has."""
 
     kernel: str
     table: Tensor

@@ -49,7 +49,6 @@ STAR_BELOW_BYTES = 2**20
 """Below this a chain's many launches cost more than the copies that it saves the root."""
 
 PLAIN = "plain tensor copies serve every backend"
-"""Why the user need not ask for a transport."""
 
 
 class Choice(NamedTuple):
@@ -68,11 +67,10 @@ def choose(
     unavailable: str | None,
     failed_pairs: Collection[Pair],
 ) -> Choice:
-    """The transport and the route for a call's tensors.
+    """The transport and the route for a call's tensors, of which each device receives or brings ``nbytes`` bytes.
 
     Args:
         devices: in slot order, with the source's or the destination's device. A device may be listed several times.
-        nbytes: the bytes that each device receives in a broadcast, or brings to a sum.
         settings: the user's. A route without a transport asks for plain copies, because only they have routes.
         unavailable: why the transport of ``settings`` is not available between these devices; ``None`` if it is.
         failed_pairs: ordered pairs that have failed their check: a call with both devices goes through the host.
@@ -135,10 +133,11 @@ def _why_not_supported(
     accelerators = [device for device in devices if device.type != "cpu"]
     if len({*accelerators}) < 2:
         return f"{transport} works between accelerators, and there are fewer than two"
-    if accelerators[0].type != "cuda":
+    if all(device.type != "cuda" for device in accelerators):
         return None  # `_why_unavailable` gives the reason, and the call raises
-    if len(accelerators) < len(devices):
-        return f"{transport} works between CUDA devices, and cpu is none"
+    other = next((device for device in devices if device.type != "cuda"), None)
+    if other is not None:
+        return f"{transport} works between CUDA devices, and {other} is none"
     twice = next((device for device in devices if devices.count(device) > 1), None)
     if is_sum_of_nccl and twice is not None:
         return f"nccl takes each device once, and {twice} is listed more than once"

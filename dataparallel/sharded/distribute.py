@@ -127,10 +127,7 @@ _group_counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 def counters(states: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> Collection[str]:
-    """The names of state entries that are plain numbers, also where a 0-dim parameter has the same shape.
-
-    An entry is one if its value is 0-dim for some parameter that is not 0-dim.
-    """
+    """The names of state entries that are plain numbers: 0-dim for some parameter that is not 0-dim."""
     return _COUNTERS | {
         name
         for parameter, state in states
@@ -142,8 +139,8 @@ def counters(states: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> Collection[s
 def sharded_value(value: Any, parameter: Tensor) -> Any:
     """A tensor of a parameter's state, divided on the owners of the parameter if that is sharded.
 
-    A tensor of the parameter's shape is divided alike, and another that is not smaller along dimension 0, such as a
-    history of all parameters. Smaller ones stay plain, as optimizers make them by ``new_zeros`` of another shape.
+    One of the parameter's shape is divided alike, and a larger one, such as a history of all parameters, along
+    dimension 0. Smaller ones stay plain, as optimizers make them by ``new_zeros`` of another shape.
     """
     if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor) or parameter.is_meta:
         return value

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.sharded.placements import Replicate
-from dataparallel.sharded.shards import local_shard_shapes, starts_of_shards
+from dataparallel.sharded.operators.views import row_ranges
+from dataparallel.sharded.placements import Replicate, on_this_machine
 from dataparallel.sharded.tensor import ShardedTensor
 
 if TYPE_CHECKING:
@@ -76,11 +76,12 @@ def data_ptr(self: Tensor) -> int:
 
 def _positioned_shards(tensor: ShardedTensor) -> Iterator[tuple[Tensor, torch.Size, torch.Size]]:
     """The non-empty shards of this machine: each with its position in the full tensor and its shape."""
-    shapes = local_shard_shapes(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
-    starts = starts_of_shards(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
-    for shard, start, shape in zip(tensor._shards, starts, shapes, strict=True):
-        if len(shape) == tensor.dim() and shape.numel() and shard.dim() == len(shape):
-            yield shard, torch.Size(start), shape
+    for at, shard in enumerate(tensor._shards):
+        start = [0] * tensor.dim()
+        if start and not isinstance(tensor._placement, Replicate):
+            start[tensor._placement.dim], _ = on_this_machine(row_ranges(tensor), tensor.over)[at]
+        if shard.dim() == tensor.dim() and shard.numel():
+            yield shard, torch.Size(start), shard.shape
 
 
 def _chunks(tensor: ShardedTensor) -> list[ChunkStorageMetadata]:

@@ -84,17 +84,14 @@ META = "meta"
 
 
 class Owners(tuple[torch.device, ...]):
-    """The owners on this machine, and the machines whose owners have the other shards.
+    """The owners on this machine, and with ``over`` the machines whose owners have the other shards, as many on each.
 
     If all owners are on one machine, any tuple of devices will do. It equals `Owners` without ``over``.
-
-    Every machine has as many devices. ``over``: the machines; by default this one alone.
     """
 
     over: Machines | None
 
     def __new__(cls, devices: Iterable[torch.device], over: Machines | None = None) -> Owners:
-        """A tuple's items are fixed in ``__new__``, so the class takes its own arguments here."""
         made = super().__new__(cls, devices)
         made.over = over
         return made

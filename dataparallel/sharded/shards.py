@@ -1,4 +1,4 @@
-"""`split_into` copies a full tensor to shards, `gather_full` shards to a full tensor, `copy_shards` shards to others.
+"""`split_into` copies a full tensor to shards, `gather_full` shards to a full tensor.
 
 They travel through ``comm`` on the current streams of their devices. A copy to the CPU is complete at the return,
 unless ``non_blocking`` is true. With ``over``, the machines over which a tensor is sharded, shards are those of this
@@ -8,7 +8,6 @@ machine. A function that needs others' is collective: all machines call it, in o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,43 +105,6 @@ def scalar_of(shards: Sequence[Tensor], over: Machines | None) -> Tensor:
     if over is None:
         return shards[0]
     return all_gather_stacked(shards[0] if over.rank == 0 else shards[0].new_zeros(()), over)[0]
-
-
-@torch.no_grad()
-def copy_shards(
-    targets: Sequence[Tensor],
-    target_placement: Division,
-    sources: Sequence[Tensor],
-    source_placement: Division,
-    shape: Sequence[int],
-    non_blocking: bool = False,
-    *,
-    target_over: Machines | None = None,
-    source_over: Machines | None = None,
-) -> None:
-    """Copies shards of one tensor of this shape into shards with another placement.
-
-    Sources that are divided in another way are gathered to a full tensor first.
-    """
-    if target_placement == source_placement and len(targets) == len(sources) and target_over == source_over:
-        for target, source in zip(targets, sources, strict=True):
-            if target.numel():
-                copy_into(target, source, non_blocking)
-    else:
-        full = gather_full(sources, source_placement, shape, targets[0].device, source_over)
-        split_into(targets, target_placement, full, non_blocking, target_over)
-
-
-def starts_of_shards(
-    shape: Sequence[int], placement: Division, owners: int, over: Machines | None = None
-) -> list[list[int]]:
-    """For each owner on this machine the position in the full tensor at which its shard begins."""
-    starts = [[0] * len(shape) for _ in range(owners)]
-    if shape and not isinstance(placement, Replicate):
-        rows = rows_of(placement, shape[placement.dim], shards_on_all_machines(owners, over))
-        for start, first in zip(starts, on_this_machine([0, *accumulate(rows)][:-1], over), strict=True):
-            start[placement.dim] = first
-    return starts
 
 
 def views_of_shards(tensor: Tensor, placement: Division, owners: int, over: Machines | None) -> Sequence[Tensor]:

@@ -22,7 +22,7 @@ from dataparallel import _torch
 from dataparallel.devices import DeviceLike, current_device, resolve
 from dataparallel.sharded import operators
 from dataparallel.sharded.placements import Division, Rows, after_loading, over_of
-from dataparallel.sharded.shards import copied_to, copy_shards, empty_shards, gather_full, split_into
+from dataparallel.sharded.shards import copied_to, copy_into, empty_shards, gather_full, split_into
 from dataparallel.threads.meetings import here
 
 if TYPE_CHECKING:
@@ -125,9 +125,8 @@ class ShardedTensor(Tensor):
         shards: a tensor for each owner, on one device each, without a graph, of one dtype, and of the shapes that
             ``placements.shard_shapes`` gives. They are not copied and not checked.
         placement: how the full tensor is divided.
-        shape: the shape of the full tensor.
-        devices: the owners, if the shards are not on them now (offloaded to the CPU, on meta). Default: the devices of
-            the shards.
+        shape: of the full tensor.
+        devices: the owners, if the shards are not on them now (offloaded to the CPU, on meta).
         requires_grad: as for any tensor.
         like: a tensor whose strides and storage offset the result reports. Default: contiguous strides.
     """
@@ -153,17 +152,16 @@ class ShardedTensor(Tensor):
         requires_grad: bool = False,
         like: Tensor | None = None,
     ) -> ShardedTensor:
-        """Makes the tensor. It runs for every result of an operator, so it checks nothing."""
+        """It runs for every result of an operator, so it checks nothing."""
         first = shards[0]
         layout = {} if like is None else {"strides": like.stride(), "storage_offset": like.storage_offset()}
         made: ShardedTensor = _torch.make_wrapper_subclass(
             cls, torch.Size(shape), dtype=first.dtype, device=first.device, requires_grad=requires_grad, **layout
         )
         _torch.refuse_data_pointers(made)
-        made._shards = tuple(shards)
-        made._placement = placement
+        made._shards, made._placement = tuple(shards), placement
         if devices is None:
-            devices = tuple(shard.device for shard in shards)
+            devices = [shard.device for shard in shards]
         made._devices = devices if isinstance(devices, tuple) else tuple(devices)
         return made
 
@@ -383,12 +381,18 @@ def _check_divided_alike(role: str, tensor: object, like: ShardedTensor) -> Shar
 def fill_shards(
     shards: Sequence[Tensor], placement: Division, tensor: Tensor, over: Machines | None, non_blocking: bool = False
 ) -> None:
-    """Copies the values of ``tensor``, plain or sharded in any way, into shards with this placement."""
+    """Copies the values of ``tensor``, plain or sharded in any way, into shards with this placement.
+
+    A tensor that is divided in another way is gathered first, on the device of the first shard.
+    """
     if isinstance(tensor, ShardedTensor):
-        sources, of, shape = tensor._shards, tensor._placement, tensor.shape
-        copy_shards(shards, placement, sources, of, shape, non_blocking, target_over=over, source_over=tensor.over)
-    else:
-        split_into(shards, placement, tensor.detach(), non_blocking, over)
+        if (tensor._placement, len(tensor._shards), tensor.over) == (placement, len(shards), over):
+            for shard, source in zip(shards, tensor._shards, strict=True):
+                if shard.numel():
+                    copy_into(shard, source, non_blocking)
+            return
+        tensor = gather_full(tensor._shards, tensor._placement, tensor.shape, shards[0].device, tensor.over)
+    split_into(shards, placement, tensor.detach(), non_blocking, over)
 
 
 def divided_like(tensor: Tensor, like: ShardedTensor) -> ShardedTensor:

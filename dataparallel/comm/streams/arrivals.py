@@ -56,7 +56,7 @@ class Arrival:
 
 
 class ExpectedArrivals:
-    """The arrivals that one replica waits for, on the device ``device_index``, by position of a tensor in the plan."""
+    """The arrivals that a replica waits for, on the device ``device_index``, by a tensor's position in the plan."""
 
     __slots__ = ("by_position", "device_index")
 

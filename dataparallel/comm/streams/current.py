@@ -275,30 +275,24 @@ Marks: TypeAlias = "dict[Any, Event]"
 class DeviceClock:
     """Records marks on streams, and measures the time between two marks. Any thread may use it.
 
-    A time includes the waits of a stream for other streams, and for a host that has launched nothing yet. This class
-    has not run on GPUs.
+    A time includes the waits of a stream for other streams, and for a host that has launched nothing yet. A backend
+    without events that have times has no marks, or no seconds. This class has not run on GPUs.
     """
 
     def __init__(self) -> None:
         self._has_times = True
 
     def marks(self, streams: Mapping[Any, torch.Stream]) -> Marks:
-        """An event on each stream; none if the backend has no events with times."""
-        if not self._has_times:
-            return {}
-        try:
-            return {key: Event(stream, timed=True) for key, stream in streams.items()}
-        except RuntimeError:
-            self._has_times = False
-            return {}
+        """An event on each stream."""
+        return self._if_timed(lambda: {key: Event(stream, timed=True) for key, stream in streams.items()})
 
     def seconds(self, begin: Marks, end: Marks) -> dict[Any, float]:
-        """The seconds between two marks, for each key that has both. The devices must have passed them.
+        """The seconds between two marks, for each key that has both. The devices must have passed them."""
+        return self._if_timed(lambda: {key: begin[key].seconds_until(end[key]) for key in begin.keys() & end.keys()})
 
-        None if the backend's events turn out to have no times.
-        """
+    def _if_timed(self, make: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
         try:
-            return {key: begin[key].seconds_until(end[key]) for key in begin.keys() & end.keys()}
+            return make() if self._has_times else {}
         except RuntimeError:
             self._has_times = False
             return {}

@@ -25,10 +25,10 @@ _together = threading.local()  # ``memory``: what `held_together` collects in th
 
 
 def hold(memory: Sequence[Tensor], event: Event) -> bool:
-    """Keeps ``memory`` until ``event`` has passed. Lets go of other memory of the device whose events have passed.
+    """Keeps ``memory`` until ``event`` has passed. The host does not wait.
 
-    The host does not wait. Memory of other devices than CUDA's is not held, and the function returns false: then the
-    stream that owns the memory has to wait for the event.
+    Memory of other devices than CUDA's is not held, and the function returns false: then the stream that owns the
+    memory has to wait for the event.
     """
     if not memory or memory[0].device.type != "cuda":
         return False

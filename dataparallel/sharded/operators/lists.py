@@ -58,19 +58,11 @@ def _is_pointwise(name: str) -> bool:
 
 
 class _ListSignature(NamedTuple):
-    """Which arguments of an operator are lists with one item for each tensor.
-
-    Attributes:
-        lists: the positions of the lists.
-        written: the position and the name of each list whose tensors the operator writes to. Optimizers write to
-            gradients only to take the scale out, and never to steps.
-        single_values: positions of 1-dim tensors with one number for each tensor of the lists.
-        returns: True if the operator returns a list of results.
-    """
+    """The positions of arguments of an operator on lists, and whether it returns a list."""
 
     lists: tuple[int, ...]
-    written: tuple[tuple[int, str], ...]
-    single_values: tuple[int, ...]
+    written: tuple[tuple[int, str], ...]  # lists whose tensors it writes to, with their names
+    single_values: tuple[int, ...]  # 1-dim tensors with one number for each tensor of the lists
     returns: bool
 
 
@@ -79,6 +71,7 @@ def _signature(func: OpOverload) -> _ListSignature:
     arguments = _torch.schema_of(func).arguments
     lists = [i for i, a in enumerate(arguments) if isinstance(a.type, torch.ListType)]
     infos = [(i, arguments[i].name, arguments[i].alias_info) for i in lists]
+    # Optimizers write to gradients only to take the scale out, and never to steps.
     written = [(i, name) for i, name, info in infos if info is not None and info.is_write and name != "state_steps"]
     numbers = [i for i, a in enumerate(arguments) if a.name == "scalars" and i not in lists]
     return _ListSignature(tuple(lists), tuple(written), tuple(numbers), bool(_torch.schema_of(func).returns))

@@ -50,7 +50,7 @@ def _other_numbers(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
 
 
 def _on_meta(tensor: ShardedTensor) -> Tensor:
-    """A tensor on meta with the same shape, strides and offset. A view of it gives the strides of a sharded view."""
+    """A tensor on meta with the same shape, strides and offset, of which views have the strides of sharded views."""
     numel = tensor.storage_offset() + sum(s * (n - 1) for s, n in zip(tensor.stride(), tensor.shape, strict=True)) + 1
     like = torch.empty(max(numel, 1), dtype=tensor.dtype, device="meta")
     return like.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -60,7 +60,7 @@ def _view(tensor: ShardedTensor, shards: Sequence[Tensor], placement: Division, 
     return ShardedTensor(shards, placement, like.shape, tensor._devices, like=like)
 
 
-def _rows(tensor: ShardedTensor) -> list[tuple[int, int]]:
+def row_ranges(tensor: ShardedTensor) -> list[tuple[int, int]]:
     """For each shard on all machines its first row in the full tensor, and the row after its last."""
     placement = tensor._placement
     assert not isinstance(placement, Replicate)
@@ -92,7 +92,7 @@ def _slice(
         return _each(tensor, lambda shard: func(shard, dim, start, end, step), lambda of: of)
     first, last, _ = slice(start, end).indices(tensor.shape[dim])
     cuts = []
-    for begin, stop in _rows(tensor):
+    for begin, stop in row_ranges(tensor):
         low = max(first, begin)
         low += (first - low) % step
         cuts.append((low - begin, max(low, min(last, stop)) - begin))
@@ -114,7 +114,7 @@ def _select(func: OpOverload, tensor: ShardedTensor, dim: int, index: int) -> Sh
     if isinstance(placement, Replicate) or placement.dim != dim:
         return _each(tensor, lambda shard: func(shard, dim, index), lambda of: of - (of > dim))
     index %= tensor.shape[dim]
-    ranges = _rows(tensor)
+    ranges = row_ranges(tensor)
     owner = next(i for i, (begin, stop) in enumerate(ranges) if begin <= index < stop)
     rows = [
         func(shard, dim, index - ranges[owner][0]) if i == owner else shard.new_empty((0, *like.shape[1:]))
@@ -172,7 +172,7 @@ def _reshape(func: OpOverload, tensor: ShardedTensor, size: Sequence[int]) -> Sh
     if not tensor.dim() or not like.dim() or placement.dim:
         raise NeedsWhole(refusal(func, change))
     row = like.shape[1:].numel()
-    counts = [(stop - begin) * tensor.shape[1:].numel() for begin, stop in _rows(tensor)]
+    counts = [(stop - begin) * tensor.shape[1:].numel() for begin, stop in row_ranges(tensor)]
     if not row or any(count % row for count in counts):
         raise NeedsWhole(refusal(func, f"{change}, whose rows lie on several devices"))
     rows = [count // row for count in counts]

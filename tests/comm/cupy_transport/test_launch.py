@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,10 +150,10 @@ class CompileException(Exception):
 
 
 def test_a_compiler_that_fails_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(index: int) -> None:
+    def fails(**arguments: object) -> None:
         raise CompileException("nvrtc: error: invalid value for --gpu-architecture")
 
-    monkeypatch.setattr(launching, "_module", fails)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=fails))
     launching._function.cache_clear()
     with pytest.raises(RuntimeError, match=r"cannot compile the kernels \(CompileException: nvrtc: error") as caught:
         launching._function("sum_float32", 0)
