@@ -109,13 +109,19 @@ OPTIONS = ("--std=c++17",)
 _reachable: set[frozenset[torch.device]] = set()
 
 
-def why_not(devices: Iterable[torch.device] = ()) -> str | None:
-    """Why the kernels cannot be launched on ``devices``, in words; ``None`` if they can. It imports CuPy.
+def why_not(devices: Iterable[torch.device] | None = None) -> str | None:
+    """Why the kernels cannot be launched on those of ``devices`` that are on CUDA, in words; ``None`` if they can.
 
-    Devices that are not on CUDA are left out.
+    Without ``devices`` the function does not import CuPy, so it finds fewer reasons.
     """
-    if (problem := why_not_installed()) is not None:
-        return problem
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if torch.version.hip is not None:
+        return "torch is built for ROCm, on which the kernels have not been tried"
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed"
+    if devices is None:
+        return None
     try:
         import cupy  # noqa: F401
     except Exception as error:  # a broken installation may raise anything
@@ -123,17 +129,6 @@ def why_not(devices: Iterable[torch.device] = ()) -> str | None:
     for one, other in permutations(dict.fromkeys(device for device in devices if device.type == "cuda"), 2):
         if not torch.cuda.can_device_access_peer(one, other):
             return f"it needs peer access between all devices, and {one} and {other} have none"
-    return None
-
-
-def why_not_installed() -> str | None:
-    """As `why_not`, but without an import of CuPy, so that it finds fewer reasons."""
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    if torch.version.hip is not None:
-        return "torch is built for ROCm, on which the kernels have not been tried"
-    if importlib.util.find_spec("cupy") is None:
-        return "CuPy is not installed"
     return None
 
 

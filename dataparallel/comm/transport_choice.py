@@ -246,7 +246,7 @@ def _problem_of(name: str | None, devices: tuple[torch.device, ...] | None = Non
     if name == "nccl":
         return nccl.why_not()
     if name == "cupy":
-        return kernels.why_not_installed() if devices is None else kernels.why_not(devices)
+        return kernels.why_not(devices)
     return None
 
 

@@ -80,8 +80,6 @@ def shard_shapes(shape: Sequence[int], placement: Division, owners: int) -> list
 
 # ---- owners ----------------------------------------------------------------------------------------------------------
 
-META = "meta"
-
 
 class Owners(tuple[torch.device, ...]):
     """The owners on this machine, and with ``over`` the machines whose owners have the other shards, as many on each.
@@ -139,7 +137,7 @@ def destinations(owners: Sequence[torch.device], device: torch.device) -> tuple[
     Each shard goes to its owner if ``device`` is the first owner, or the current device of a type that owners have;
     ``"cuda"`` means the current device, as everywhere in torch.
     """
-    if device.type == META:
+    if device.type == "meta":
         return (device,) * len(owners)
     is_of_owners = device.type != CPU.type and device.type in {owner.type for owner in owners}
     # The current device is asked for last: the machine may lack the type of ``device``.
@@ -160,7 +158,7 @@ def after_loading(owners: Sequence[torch.device], places: Sequence[torch.device]
     on the CPU or meta. They also stay if all shards are on one device of the first owner's type and the machine has all
     saved owners. Otherwise the new owners are the places.
     """
-    if all(place.type in (CPU.type, META) for place in places):
+    if all(place.type in ("cpu", "meta") for place in places):
         return tuple(owners)
     if len({*places}) == 1 and places[0].type == owners[0].type:
         with suppress(ValueError):

@@ -44,8 +44,9 @@ class Machine:
         self.asked: list[str] = []
         monkeypatch.setenv("DATAPARALLEL_PEER_CHECK", "0")
         monkeypatch.setattr(nccl, "why_not", lambda: self.asked.append("nccl"))
-        monkeypatch.setattr(kernels, "why_not", lambda devices: self.asked.append("cupy"))
-        monkeypatch.setattr(kernels, "why_not_installed", lambda: self.asked.append("cupy's files"))
+        monkeypatch.setattr(
+            kernels, "why_not", lambda devices: self.asked.append("cupy's files" if devices is None else "cupy")
+        )
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
 
 

@@ -60,7 +60,7 @@ def installed(monkeypatch):
 
     monkeypatch.setattr(nccl, "why_not", lambda: None)
     monkeypatch.setattr(kernels, "why_not", imported)
-    monkeypatch.setattr(kernels, "why_not_installed", lambda: None)
+    monkeypatch.setattr(kernels, "why_not", lambda devices: None)
     comm.transport_choice.forget()
     yield
     comm.transport_choice.forget()
@@ -102,7 +102,7 @@ def test_a_transport_that_is_asked_for_is_said_of_each(name, ways, words, instal
 
 
 def test_a_refusal_is_a_row_too(installed, monkeypatch):
-    monkeypatch.setattr(kernels, "why_not_installed", lambda: "CuPy is not installed")
+    monkeypatch.setattr(kernels, "why_not", lambda devices: "CuPy is not installed")
     with comm.using(transport="cupy"):
         found = carried()
     assert found["weights 25 MiB"][0] == "refused"

@@ -105,7 +105,7 @@ def test_a_cache_may_be_emptied_when_what_has_travelled_is_dropped(
     travel: str, asked: dict[str, str], slots: list[torch.device]
 ) -> None:
     """A device that gives memory back does not wait for a peer that still writes or reads it: the clocks say so."""
-    if asked.get("transport") == "cupy" and (reason := kernels.why_not_installed()) is not None:
+    if asked.get("transport") == "cupy" and (reason := kernels.why_not()) is not None:
         pytest.skip(reason)
     for order in (slots, slots[::-1]):  # devices give memory back in the order of their numbers
         x = [torch.ones(LARGE, device=slot) for slot in order]
