@@ -76,7 +76,7 @@ def broadcast(
     assert devices is not None
     slots = resolve_each(devices)
     transport = transport_for("broadcast", _places([tensor.device], slots), [tensor])
-    return tuple(copy for (copy,) in transport.broadcast_coalesced([tensor], slots, own=False))
+    return tuple(transport.broadcast(tensor, slots))
 
 
 def broadcast_into(buffers: Sequence[Tensor], bucket: Bucket, tensors: Sequence[Tensor]) -> FlatBroadcast:
@@ -151,7 +151,7 @@ def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) 
     check_summable(inputs)
     target = inputs[0].device if destination is None else resolve(destination)
     transport = transport_for("reduce_add", _places([target], [tensor.device for tensor in inputs]), inputs[:1])
-    return transport.reduce_add_coalesced([[tensor] for tensor in inputs], target)[0]
+    return transport.reduce_add(inputs, target)
 
 
 @torch.no_grad()

@@ -45,6 +45,11 @@ class TorchCopies(Transport):
     route: str
     pieces: int | None = None
 
+    @property
+    def flattens_single_tensors(self) -> bool:
+        """False for a star: a flat buffer would only be one more copy."""
+        return self.route != "star"
+
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         """Copies the source into each buffer: along a star at once, along a chain piece by piece.
 

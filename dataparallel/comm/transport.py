@@ -53,6 +53,11 @@ Later: TypeAlias = "Callable[[FlatBroadcast], object]"
 class Transport:
     """Copies and sums tensors across devices. Results own their memory unless a method says otherwise."""
 
+    @property
+    def flattens_single_tensors(self) -> bool:
+        """True if a call with one tensor uses flat buffers too, because they travel faster."""
+        return True
+
     # ---- how data moves: what a transport defines --------------------------------------------------------------------
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
@@ -72,6 +77,11 @@ class Transport:
             if target is not source:
                 self.copy(target, source)
 
+    def send_each(self, tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
+        """Each tensor on its device: itself if it is there already. By default they are sent one after the other."""
+        pairs = zip(tensors, devices, strict=True)
+        return [tensor if device == tensor.device else self.send(tensor, device) for tensor, device in pairs]
+
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         """Copies the flat buffer ``source`` into ``buffers`` of its size. By default along a star.
 
@@ -80,12 +90,15 @@ class Transport:
         self.execute(tables.broadcast(source, buffers))
 
     def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
-        """The sum of flat buffers, added in the order given, on ``destination``. It may overwrite the buffers."""
-        flats = [*flats]
-        first, wide = flats[0], summed_in(flats[0].dtype)
-        is_there = first.device == destination and first.dtype == wide
-        total = first if is_there else torch.empty_like(first, dtype=wide, device=destination)
-        self.execute([TensorRow(total, flats)])
+        """The sum of flat buffers, added in the order given, on ``destination``. It may overwrite the buffers.
+
+        By default the destination takes a buffer from ``flats`` when it has added the buffer before.
+        """
+        remaining = iter(flats)
+        first = next(remaining)
+        total = self.to_device(first, destination).to(summed_in(first.dtype))
+        for flat in remaining:
+            total.add_(self.to_device(flat, destination))
         return total.to(first.dtype)
 
     def reduce_scatter(
@@ -149,6 +162,12 @@ class Transport:
         hold_for_peers([sent], [tensor])
         return same_kind(sent, tensor, self.send)
 
+    def broadcast(self, tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
+        """One tensor for each slot. Slots on one device share one copy."""
+        if self.flattens_single_tensors and travels_flat(tensor):
+            return [copy for (copy,) in self.broadcast_coalesced([tensor], devices, own=False)]
+        return self._broadcast_singly(tensor, devices, own=False)
+
     def _broadcast_singly(self, tensor: Tensor, devices: Sequence[torch.device], own: bool) -> list[Tensor]:
         if own:
             return [self.to_device(tensor, device, own=slot > 0) for slot, device in enumerate(devices)]
@@ -161,10 +180,17 @@ class Transport:
         are_apart = len({t.device for t in both}) == len(both)
         # A device may pass on the values that it received, so no target may have rounded them to another dtype.
         are_alike = all(t.dtype == tensor.dtype for t in out)
-        if are_apart and are_alike and all(t.dim() == 1 and travels_flat(t) and t.is_contiguous() for t in both):
-            self.broadcast_flat(tensor, out)
+        if are_apart and are_alike and all(travels_flat(t) and t.is_contiguous() for t in both):
+            self.broadcast_flat(tensor.view(-1), [target.view(-1) for target in out])
         else:
             self.execute(tables.broadcast(tensor, out))
+
+    def reduce_add(self, inputs: Sequence[Tensor], destination: torch.device) -> Tensor:
+        """The sum, in slot order, on ``destination``. A single input is returned as it is."""
+        if len(inputs) > 1 and not (self.flattens_single_tensors and all(map(travels_flat, inputs))):
+            return self._sum_singly(inputs, destination)
+        (total,) = self.reduce_add_coalesced([[tensor] for tensor in inputs], destination)
+        return total
 
     def _sum_singly(self, inputs: Sequence[Tensor], destination: torch.device) -> Tensor:
         dtype = inputs[0].dtype
@@ -275,12 +301,7 @@ class Transport:
             chunks = [Tensor.narrow_copy(whole, dim, start, size) for start, size in zip(starts, sizes, strict=True)]
         else:
             chunks = list(torch.split_with_sizes(Tensor.detach(tensor), list(sizes), dim))
-        pairs = [*zip(chunks, devices, strict=True)]
-        if all(map(travels_flat, chunks)):
-            moved = [chunk if chunk.device == on else torch.empty_like(chunk, device=on) for chunk, on in pairs]
-            self.copy_each(moved, chunks)
-        else:
-            moved = [chunk if chunk.device == on else self.send(chunk, on) for chunk, on in pairs]
+        moved = self.send_each(chunks, devices)
         hold_for_peers(moved, [tensor])
         return [same_kind(chunk, tensor, self.send) for chunk in moved]
 

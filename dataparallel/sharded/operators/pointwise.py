@@ -27,6 +27,7 @@ from dataparallel.sharded.operators import (
 )
 from dataparallel.sharded.operators.layout import check_written, find_template, make_sharded, shards_for
 from dataparallel.sharded.placements import Replicate
+from dataparallel.sharded.shards import all_gather_stacked
 from dataparallel.sharded.tensor import ShardedTensor
 
 aten = torch.ops.aten
@@ -74,7 +75,17 @@ def _put_where(func: OpOverload, tensor: Tensor, indices: Any, value: Tensor, ac
 @register(aten.equal.default)
 def _equal(func: OpOverload, one: Tensor, other: Tensor) -> bool:
     """True if both tensors have the same shape and elements. Collective over machines."""
-    return one.shape == other.shape and bool((one == other).all())
+    if one.shape != other.shape:
+        return False
+    template = find_template([one, other])
+    is_replicated = isinstance(template._placement, Replicate)
+    pairs = [*zip(shards_for(func, one, template), shards_for(func, other, template), strict=True)]
+    if template.dim() == 0 and not is_replicated:
+        pairs = pairs[:1] if _has_element(template) else []
+    is_equal = all(func(a, b) for a, b in pairs)
+    if template.over is None or is_replicated:
+        return is_equal
+    return bool(all_gather_stacked(torch.tensor(is_equal, device=template.device), template.over).all())
 
 
 def _has_element(tensor: ShardedTensor) -> bool:
