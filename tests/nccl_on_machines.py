@@ -23,7 +23,8 @@ from dataparallel import _torch
 from dataparallel.comm import nccl
 from dataparallel.comm.streams.current import Event
 from dataparallel.devices import CPU
-from dataparallel.machines import group as groups
+from dataparallel.machines import lanes
+from dataparallel.machines.group import GroupState
 
 
 class Work:
@@ -49,11 +50,12 @@ class NcclOnMachines:
         self.issued: list[tuple[tuple[int, ...], torch.device, str]] = []
         self._backends: dict[tuple[int, ...], Backend] = {}
 
-    def of(self, machines: groups.Machines) -> Backend:
-        ranks = tuple(machines.ranks)
+    def of(self, state: GroupState, places: tuple[int, ...]) -> Backend:
+        ranks = tuple(state.ranks[place] for place in places)
         if ranks not in self._backends:
-            store = distributed.distributed_c10d.PrefixStore(f"as NCCL {ranks}", machines.state.store)
-            gloo = distributed.ProcessGroupGloo(store, machines.rank, machines.size, timedelta(seconds=60))
+            store = distributed.distributed_c10d.PrefixStore(f"as NCCL {ranks}", state.store)
+            place = places.index(state.rank)
+            gloo = distributed.ProcessGroupGloo(store, place, len(places), timedelta(seconds=60))
             self._backends[ranks] = Backend(self, ranks, gloo)
         return self._backends[ranks]
 
@@ -90,8 +92,8 @@ def nccl_on_machines() -> Iterator[NcclOnMachines]:
     found = NcclOnMachines()
     timeout = _torch.group_timeout
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "_backends", lambda group: {"sim": "nccl"})
-        patch.setattr(groups.Machines, "nccl", lambda machines: found.of(machines))
+        patch.setattr(lanes, "_backends", lambda group: {"sim": "nccl"})
+        patch.setattr(GroupState, "communicators", lambda *of: found.of(*of))
         patch.setattr(_torch, "group_timeout", lambda group, device: timeout(group, CPU))
         yield found
 
