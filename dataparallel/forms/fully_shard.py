@@ -233,10 +233,11 @@ def _machines_of(
     """Returns the machines of the arguments, and a context in which an error on this rank makes all ranks raise."""
     if process_group is None and mesh is None:
         return None, nullcontext()
-    from dataparallel.machines.arguments import MachineMesh, shard_and_replicate_groups
+    from dataparallel.machines.arguments import MachineMesh
     from dataparallel.machines.start import failing_together
 
-    machines = MachineMesh(*shard_and_replicate_groups(process_group, mesh, slots))
+    machines = MachineMesh.of(process_group, mesh, slots)
+    assert machines is not None
     return machines, failing_together(machines.all)
 
 

@@ -315,18 +315,11 @@ class StateOnSlots(ReplicaMaker):
         return _resolve(self._modules[0])
 
     def spans_machines(self, method: Method) -> AbstractContextManager[PeerCall | None]:
-        return nullcontext() if self.peers is None else self._spanning(self.peers, method.name)
-
-    @contextmanager
-    def _spanning(self, peers: PeerRounds, method: str) -> Iterator[PeerCall]:
-        is_recorded, epoch = torch.is_grad_enabled(), peers.machines.epoch
-        try:
-            with peers.calling((method, is_recorded, self.source().training)) as call:
-                yield call
-        except BaseException as error:
-            if self.others_wait(is_recorded):
-                peers.machines.state.leave(epoch, error)
-            raise
+        if self.peers is None:
+            return nullcontext()
+        is_recorded = torch.is_grad_enabled()
+        mode = method.name, is_recorded, self.source().training
+        return self.peers.calling(mode, functools.partial(self.others_wait, is_recorded))
 
     def others_wait(self, is_recorded: bool) -> bool:
         """True if other machines would wait for a call that has failed here: they are told, and raise too."""

@@ -158,8 +158,7 @@ def _prepare(
         from dataparallel.machines.arguments import machines_of
         from dataparallel.machines.start import failing_together
 
-        machines = machines_of(process_group, mesh)
-        assert machines is not None
+        (machines,) = machines_of(process_group, mesh)
         together = failing_together(machines)
     with together:
         _check_kind(module)

@@ -29,7 +29,7 @@ Check = Callable[[], object]
 
 
 class Sender(Protocol):
-    """What knows which devices go through NCCL: `machines.group.GroupState`, and `machines.lanes.Machines`."""
+    """`machines.lanes.Machines`."""
 
     def is_nccl(self, device: torch.device) -> bool:
         """True if tensors on the device go through NCCL."""
@@ -43,10 +43,9 @@ class Link:
     size: int
     gloo: Any
     nccl: Any
-    sender: Sender
 
     def backend(self, tensor: Tensor) -> Any:
-        return self.nccl if self.sender.is_nccl(tensor.device) else self.gloo
+        return self.gloo if tensor.device == CPU else self.nccl
 
 
 @dataclass
@@ -134,7 +133,7 @@ class Transfer:
 
     def __init__(self, link: Link, work: Any, staged: Staged, result: Tensor, rows: Tensor | None = None) -> None:
         self._work, self.staged, self._result, self._rows = work, staged, result, rows
-        self._is_on_stream = link.sender.is_nccl(result.device)
+        self._is_on_stream = result.device != CPU
 
     def wait(self, check: Check = lambda: None) -> Tensor:
         """The result, on the staged tensor's device, ready for the calling thread's current stream.
@@ -214,7 +213,7 @@ def reduce_scatter(staged: Staged, link: Link) -> Transfer:
     With gloo it is added in rank order, so equal inputs give equal bits in every run, wherever in the tensor they are.
     """
     flat = _real(staged.payload)
-    if link.sender.is_nccl(flat.device):
+    if flat.device != CPU:
         received = _receive_buffer(staged)
         with _launching(staged):
             return Transfer(link, reduce_scatter_of(link.nccl)(_real(received), flat), staged, received)

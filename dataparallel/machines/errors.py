@@ -1,12 +1,17 @@
-"""`MachinesError` and its subclasses: the errors of a group of machines. Their messages name the ranks, and what this
-rank has waited for. Any room may catch them. ``forms`` and ``sharded.units`` raise them too, where ranks differ.
+"""`MachinesError` and its subclasses: the errors of a group of machines. `differences` and `of_ranks` word them.
+
+Messages name the ranks, and what this rank has waited for. Any room may catch these errors.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 E = TypeVar("E", bound=BaseException)
+
+MOST = 20
+"""How many differences a message lists."""
 
 
 class MachinesError(RuntimeError):
@@ -36,3 +41,51 @@ def copy_error(error: E) -> E:
 
 def describe_error(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+# ---- how ranks differ ------------------------------------------------------------------------------------------------
+
+
+def as_text(description: Mapping[str, Any]) -> str:
+    """A description as lines, one for each entry. An entry is a single value or a mapping of properties to values."""
+    lines = []
+    for name, value in description.items():
+        if isinstance(value, Mapping):
+            value = ", ".join(f"{key} {of_key}" for key, of_key in value.items())
+        lines.append(" ".join(f"{name}: {value}".split()))
+    return "\n".join(lines)
+
+
+def differences(texts: Sequence[str], ranks: Sequence[int]) -> list[str]:
+    """How the lines of all ranks differ, or their order: at most `MOST` parts of a sentence.
+
+    Lines are ``name: value``, or just a name.
+    """
+    entries = [dict(line.partition(": ")[::2] for line in text.split("\n")) for text in texts]
+    parts = []
+    for name in dict.fromkeys(name for of_rank in entries for name in of_rank):
+        by_value: dict[str | None, list[int]] = {}
+        for rank, of_rank in zip(ranks, entries, strict=True):
+            by_value.setdefault(of_rank.get(name), []).append(rank)
+        if len(by_value) > 1:
+            said = [f"{'not there' if v is None else v or 'there'} on {of_ranks(on)}" for v, on in by_value.items()]
+            parts.append(f"{name}: {'; '.join(said)}")
+    if not parts and len({*texts}) > 1:
+        lines = zip(*(text.split("\n") for text in texts), strict=False)
+        place, different = next((i, found) for i, found in enumerate([*lines, texts]) if len({*found}) > 1)
+        parts = [f"the order: number {place} is {different[0]} on {of_ranks(ranks[:1])}"]
+    return [*parts[:MOST], f"and {len(parts) - MOST} more differences"] if len(parts) > MOST else parts
+
+
+def of_ranks(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0 and 2``, ``ranks 0-5, 7 and 9``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    *most, last = [word for run in runs for word in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
+    if most:
+        return f"ranks {', '.join(most)} and {last}"
+    return f"rank{'s' if '-' in last else ''} {last}"

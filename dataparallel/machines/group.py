@@ -11,10 +11,8 @@ import os
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,12 +21,17 @@ from torch import distributed
 
 from dataparallel.forks import in_forked_child
 from dataparallel.machines.collectives import SLICE, Check, Transfer
-from dataparallel.machines.descriptions import of_ranks
-from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed, PeerGone, copy_error, describe_error
+from dataparallel.machines.errors import (
+    MachinesDiffer,
+    MachinesError,
+    PeerFailed,
+    PeerGone,
+    copy_error,
+    describe_error,
+    of_ranks,
+)
+from dataparallel.threads.pool import Outcome
 from dataparallel.weak_members import WeakMembers
-
-IDLE = 2.0
-"""Seconds after which the thread ends if there is nothing to do."""
 
 AT_EXIT = 1.0
 """Seconds that the end of the interpreter waits for a thread."""
@@ -46,7 +49,7 @@ states: WeakMembers[GroupState] = WeakMembers()
 
 
 class Issuer:
-    """The thread that issues what lanes have. It runs each until it has to wait, and sleeps when all wait.
+    """The thread that issues what each `Lane` has. It runs each until it has to wait, and sleeps when all wait.
 
     ``changed`` guards the items of all lanes, and `wake` notifies it. The thread is a daemon, as a launch may block.
     """
@@ -57,19 +60,18 @@ class Issuer:
     def begin(self) -> None:
         """Begins without lanes and without a thread, as a forked child does."""
         self.changed = threading.Condition()
-        self.is_closed = False
-        self._lanes: dict[Queue, Callable[[], None]] = {}
-        self._is_awake = False
+        self.is_closed = self._is_awake = False
+        self._lanes: dict[Any, None] = {}
         self._thread: threading.Thread | None = None
 
-    def run(self, lane: Queue, advance: Callable[[], None]) -> None:
-        """Runs the lane, which has a new item, from now on. ``advance`` issues its items until one has to wait."""
+    def run(self, lane: Any) -> None:
+        """Runs the lane, which has a new item, from now on."""
         with self.changed:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="machines: issuing", daemon=True)
                 thread.start()  # if there can be no thread, nothing has changed
                 self._thread = thread
-            self._lanes[lane] = advance
+            self._lanes[lane] = None
             self.wake()
 
     def wake(self, _: object = None) -> None:
@@ -86,23 +88,21 @@ class Issuer:
 
     def _run(self) -> None:
         while not self.is_closed:
+            polls = self._advance()  # while the thread sleeps it holds no lane
             with self.changed:
-                self._is_awake = False
-                lanes = [*self._lanes.items()]
-            for lane, advance in lanes:
-                advance()
-                with self.changed:
-                    if not lane.items:
-                        self._lanes.pop(lane, None)
-            polls = any(lane.waits_for_results for lane, _ in lanes)
-            lanes.clear()
-            lane = advance = None  # type: ignore[assignment]
-            with self.changed:
-                if not self._is_awake and not self.is_closed:
-                    self.changed.wait(0.001 if polls else SLICE if self._lanes else IDLE)
-                if not self._is_awake and not self._lanes:
-                    self._thread = None
-                    return
+                if not self._is_awake:
+                    self.changed.wait(0.001 if polls else SLICE if self._lanes else None)
+
+    def _advance(self) -> bool:
+        with self.changed:
+            self._is_awake = self.is_closed
+            lanes = [*self._lanes]
+        polls = [lane.advance() for lane in lanes]
+        with self.changed:
+            for lane in lanes:
+                if not lane.items:
+                    self._lanes.pop(lane, None)
+        return any(polls)
 
 
 issuer = Issuer()
@@ -112,8 +112,9 @@ in_forked_child(issuer.begin)
 class Result:
     """The future of one item of a lane. Messages call the item ``what``; ``number`` is its place in the epoch."""
 
-    def __init__(self, lane: Queue, what: str, epoch: int, number: int) -> None:
-        self.what, self.lane, self.epoch, self.number = what, lane, epoch, number
+    def __init__(self, state: GroupState, lane: str, places: Sequence[int], what: str, epoch: int, number: int) -> None:
+        self.state, self.lane, self.places = state, lane, places
+        self.what, self.epoch, self.number = what, epoch, number
         self._decided = threading.Event()
         self._error: BaseException | None = None
         self._result: Any = None
@@ -123,13 +124,10 @@ class Result:
 
         Raises a `MachinesError`, or what a collective or a communication hook has raised on this rank.
         """
-        state = self.lane.state
-        state.check_process()
-        check = state.wait_check(self)
+        self.state.check_process()
+        check = self.state.wait_check(self)
         while not self._decided.wait(SLICE):
             check()
-        if self._error is not None:
-            raise copy_error(self._error)
         if isinstance(self._result, Transfer):
             # A transfer can be waited for once, so its tensor replaces it here for a second wait.
             try:
@@ -137,8 +135,8 @@ class Result:
             except MachinesError:
                 raise
             except RuntimeError as error:
-                raise copy_error(state.error_of(self, error)) from error
-        return self._result
+                raise copy_error(self.state.error_of(self, error)) from error
+        return self.issued()
 
     def settle(self, seconds: float) -> None:
         """Waits until the item has been issued, or has failed, for this long at most."""
@@ -148,12 +146,11 @@ class Result:
         """True if what is received can be sent on."""
         return self._decided.is_set() and (not isinstance(self._result, Transfer) or self._result.has_arrived())
 
-    def transfer(self) -> Transfer:
-        """The collective that has been issued, for the issuing thread to send on what it has received."""
+    def issued(self) -> Any:
+        """The `Transfer` that has been issued, for the issuing thread to send on what it has received."""
         if self._error is not None:
             raise copy_error(self._error)
-        transfer: Transfer = self._result
-        return transfer
+        return self._result
 
     def succeed(self, result: Any) -> None:
         self._result = result
@@ -163,102 +160,6 @@ class Result:
         if not self._decided.is_set():
             self._error = error
             self._decided.set()
-
-
-@dataclass
-class Item:
-    """One item of a lane.
-
-    Attributes:
-        results: one for each of ``calls``; a word and a hook have one.
-        text: what has to be equal on all ranks; ``None`` for what nothing has to be compared for.
-        calls: of a collective: each takes a `Link` and returns a `Transfer`. Of a hook: ``begin`` and ``check``.
-        over: of a collective: the places of its ranks in the group, those of the lane or some of them.
-        after: results that have to arrive before the item is issued.
-        is_hook: ``begin`` sends anything itself, and returns a future, which the thread waits for.
-        value: of a word.
-    """
-
-    results: Sequence[Result]
-    text: str | None
-    calls: Sequence[Callable[..., Any]] = ()
-    over: tuple[int, ...] = ()
-    after: Sequence[Result] = ()
-    is_hook: bool = False
-    value: Any = None
-
-
-class Queue:
-    """What a lane has in one epoch. `machines.lanes.Lane` adds and issues it.
-
-    Attributes:
-        history: a checksum of the texts of all collectives in this epoch. Ranks that have added the same have the same.
-        items: which have not been issued.
-        connections: of this epoch: "words", and others by the places of ranks in the group.
-    """
-
-    history: int
-    _count: int
-    _issued: int
-
-    def __init__(self, state: GroupState, name: str, places: tuple[int, ...]) -> None:
-        self.state, self.name, self.places = state, name, places
-        self._begin_epoch()
-
-    @property
-    def waits_for_results(self) -> bool:
-        """True if nobody wakes the thread when the next item can be issued: gloo tells only of some collectives."""
-        items = self.items
-        return bool(items) and bool(items[0].after)
-
-    # ---- called with ``issuer.changed`` held
-
-    def _begin_epoch(self) -> None:
-        self.items: deque[Item] = deque()
-        self._steps: Iterator[None] | None = None
-        self._count = self._issued = self._before = self.history = 0
-        self._seen: set[tuple[int, int]] = set()  # pairs of items, by hashes of their texts
-        self.connections: dict[tuple[int, ...] | str, Any] = {}
-
-    def drop(self, error: BaseException) -> int:
-        """Drops all items for a new epoch, and makes their waits raise. Returns how many items had been issued."""
-        items, issued = self.items, self._issued
-        self._begin_epoch()
-        for item in items:
-            for result in item.results:
-                result.fail(error)
-        return issued
-
-
-class Turns:
-    """Whose turn it is, where launches of all lanes need one order: NCCL hangs if ranks launch in different ones.
-
-    Rank 0 launches what is ready there, and tells the others, one small broadcast for each launch, which lane it was.
-    They launch the next item of that lane. Only the issuing thread uses this. A new epoch has a new object.
-    """
-
-    def __init__(self) -> None:
-        self.connections: dict[Any, Any] = {}
-        self._next: int | None = None
-        self._told: tuple[torch.Tensor, Any] | None = None
-
-    def is_of(self, number: int, gloo: Any) -> bool:
-        """True, once, if rank 0 has told that it is the turn of lane ``number``. The caller then launches at once."""
-        if self._next is None:
-            if self._told is None:
-                told = torch.empty(1, dtype=torch.int64)
-                self._told = told, gloo.broadcast([told], distributed.BroadcastOptions()).get_future()
-                self._told[1].add_done_callback(issuer.wake)
-            told, future = self._told
-            if not future.done():
-                return False
-            future.wait()
-            self._next, self._told = int(told), None
-            issuer.wake()  # another lane may have waited for this
-        if self._next != number:
-            return False
-        self._next = None
-        return True
 
 
 class GroupState:
@@ -274,6 +175,7 @@ class GroupState:
         ranks: the global numbers of the ranks, which messages name.
         backends: for each type of device the backend that the user's group has.
         lost: why the group cannot be used any more.
+        turns: numbers of lanes that rank 0 has sent; see `Lane`.
     """
 
     def __init__(
@@ -283,16 +185,20 @@ class GroupState:
         self.backends, self.timeout = backends, timeout
         self.has_nccl = "nccl" in self.backends.values()
         self.store = distributed.distributed_c10d.PrefixStore(f"dataparallel/{name}", store)
-        self.epoch, self.turns = 0, Turns()
+        self.epoch = self.lane_count = 0
         self.lost: MachinesError | None = None
-        self.lane_count = 0
-        self.lanes: WeakMembers[Queue] = WeakMembers()
-        self.nccl: dict[tuple[int, ...], Any] = {}  # the communicators of this epoch, by places of ranks
+        self.lanes: WeakMembers[Any] = WeakMembers()
         self._left: dict[int, MachinesError] = {}  # for each epoch that was left here the error
         self._old: list[Any] = []  # connections of former epochs
         self._losing = threading.Lock()
         self._process = os.getpid()  # a forked child is no rank
+        self._begin_epoch()
         states.add(self)
+
+    def _begin_epoch(self) -> None:
+        self.connections: dict[str, Outcome] = {}
+        self.nccl: dict[tuple[int, ...], Any] = {}  # communicators, by places of ranks
+        self.turns: list[tuple[torch.Tensor, Any]] = []
 
     def names(self, places: Iterable[int]) -> str:
         """Ranks in words. ``places``: in the group."""
@@ -312,16 +218,10 @@ class GroupState:
 
     # ---- connections
 
-    def connect(self, lane: Queue, key: tuple[int, ...] | str, epoch: int) -> Any:
-        """Connects ranks by gloo; see `machines.lanes.Lane.connect`. gloo waits for all of them."""
-        every, own = tuple(range(self.size)), lane.places
-        places = every if key == "turns" else own if isinstance(key, str) else key
-        name = key if key == "turns" else f"{lane.name}/{own}/{key}"
-        store = distributed.distributed_c10d.PrefixStore(f"{epoch}/{name}", self.store)
+    def connect(self, name: str, places: Sequence[int]) -> Any:
+        """Connects ranks by gloo, which waits for all of them. ``name`` is the same on these ranks, and new."""
         try:
-            return distributed.ProcessGroupGloo(
-                store, places.index(self.rank), len(places), timedelta(seconds=self.timeout)
-            )
+            return distributed.ProcessGroupGloo(*self._place_in(name, places))
         except RuntimeError as error:
             host, address, text = socket.gethostname(), "", str(error)
             with suppress(OSError):
@@ -334,33 +234,41 @@ class GroupState:
                 )
             raise distributed.DistNetworkError(text) from error
 
+    def communicators(self, places: tuple[int, ...]) -> Any:
+        """NCCL's communicators of these ranks in this epoch, one for each device."""
+        if places not in self.nccl:
+            make: Any = distributed.ProcessGroupNCCL
+            self.nccl[places] = make(*self._place_in(f"{self.epoch}/nccl/{places}", places))
+        return self.nccl[places]
+
+    def _place_in(self, name: str, places: Sequence[int]) -> tuple[Any, int, int, timedelta]:
+        store = distributed.distributed_c10d.PrefixStore(name, self.store)
+        return store, places.index(self.rank), len(places), timedelta(seconds=self.timeout)
+
     def is_nccl(self, device: torch.device) -> bool:
         """True if tensors on the device go through NCCL, whose collectives run on streams."""
         return self.backends.get(device.type) == "nccl"
 
-    def communicators(self, places: tuple[int, ...]) -> Any:
-        """NCCL's communicators of these ranks in this epoch, one for each device."""
-        if places not in self.nccl:
-            store = distributed.distributed_c10d.PrefixStore(f"{self.epoch}/nccl/{places}", self.store)
-            make: Any = distributed.ProcessGroupNCCL
-            self.nccl[places] = make(store, places.index(self.rank), len(places), timedelta(seconds=self.timeout))
-        return self.nccl[places]
-
-    def _drop_all(self, error: MachinesError) -> dict[str, int]:
-        """Drops what all lanes have. Returns how many items each had issued. Called with ``issuer.changed`` held.
-
-        No connection is freed here: that waits for threads of gloo, which may want the lock.
-        """
-        self._old += [each for lane in self.lanes for each in lane.connections.values()]
-        self._old += [*self.turns.connections.values(), *self.nccl.values()]
-        self.turns, self.nccl = Turns(), {}
-        return {lane.name: lane.drop(error) for lane in self.lanes}
+    def forget_old(self) -> None:
+        """Frees the connections of former epochs. Called when all ranks have issued something in the present one."""
+        if self._old:
+            self._old, old = [], self._old
+            _free(old)
 
     def close(self) -> None:
         """Frees all connections when the interpreter ends, which ends their threads, if nothing is under way."""
         with issuer.changed:
             self._drop_all(MachinesError("the interpreter ends: nothing can be sent any more"))
         _free(self._old).join(AT_EXIT)
+
+    def _drop_all(self, error: MachinesError) -> dict[str, int]:
+        """Drops what all lanes have. Returns how many items each had issued. Called with ``issuer.changed`` held.
+
+        No connection is freed here: that waits for threads of gloo, which may want the lock.
+        """
+        self._old += [*self.connections.values(), *self.nccl.values()]
+        self._begin_epoch()
+        return {lane.name: lane.drop(error) for lane in self.lanes}
 
     # ---- failures
 
@@ -391,22 +299,16 @@ class GroupState:
         for each in stopped:  # or streams would wait for ever
             threading.Thread(target=each.abort, daemon=True).start()
 
-    def forget_old(self) -> None:
-        """Frees the connections of former epochs. Called when all ranks have issued something in the present one."""
-        if self._old:
-            self._old, old = [], self._old
-            _free(old)
-
     def wait_check(self, result: Result) -> Check:
         """Returns a function for a wait to call: it raises if the result will not come. It reads the store seldom."""
-        began = time.monotonic()
-        last = [began]
+        began = last = time.monotonic()
 
         def check() -> None:
+            nonlocal last
             now = time.monotonic()
-            if now - last[0] < SLICE and self.lost is None:
+            if now - last < SLICE and self.lost is None:
                 return
-            last[0] = now
+            last = now
             if issuer.is_closed:
                 raise MachinesError(f"the interpreter ends while something waits for {result.what}")
             error = self._error_for(result)
@@ -423,19 +325,17 @@ class GroupState:
         return self._error_for(result, is_broken=True) or self.lose(error, result)
 
     def _error_for(self, result: Result, is_broken: bool = False) -> MachinesError | None:
-        epoch, lane = result.epoch, result.lane
         if self.lost is not None:
             return self.lost
-        left: dict[int, Any] = {}
+        epoch, left = result.epoch, {}
         try:
             if self.store.check(["lost"]):
                 return self.lose(None, result)
             if self.store.check([f"left/{epoch}"]):
-                keys = {place: f"left/{epoch}/{place}" for place in range(self.size)}
-                left = {place: json.loads(self.store.get(k)) for place, k in keys.items() if self.store.check([k])}
+                left = {place: json.loads(text) for place, text in self._said(f"left/{epoch}").items()}
         except RuntimeError:  # the store is gone, and so is its rank: gloo notices, or the timeout
             return self._left.get(epoch)
-        counts = [left[place][0].get(lane.name, 0) for place in lane.places if place in left]
+        counts = [left[place][0].get(result.lane, 0) for place in result.places if place in left]
         if not counts or (min(counts) > result.number and not is_broken):
             return None
         said = [each for _, each in left.values() if each]
@@ -448,13 +348,12 @@ class GroupState:
         """The group is lost: a rank is gone, or late. Returns the error of the first failure."""
         with self._losing:
             if self.lost is None:
-                name = self.names([self.rank])
-                why, waits, silent = self._waits_of_others("" if error is None else describe_error(error), result.what)
-                text = f"{name} has waited for {result.what}, and nothing comes any more: {why}. "
+                why, waits = self._tell_lost("" if error is None else describe_error(error), result.what)
+                text = f"{self.names([self.rank])} has waited for {result.what}, and nothing comes any more: {why}. "
                 if waits:
                     others = ", ".join(f"{self.names([place])} for {what}" for place, what in waits.items())
                     text += f"Others wait too: {others}. "
-                if silent:
+                if silent := {*range(self.size)} - {self.rank, *waits}:
                     text += f"No word from {self.names(silent)}. "
                 text += "A process has ended or hangs, or the ranks do not run the same number of steps"
                 lost = PeerGone(f"{text}. {RESTART}")
@@ -465,21 +364,26 @@ class GroupState:
         self.forget_old()
         return self.lost
 
-    def _waits_of_others(self, why: str, what: str) -> tuple[str, dict[int, str], list[int]]:
-        """Says why the group is lost, and what this rank waited for. Returns what others say, and who says nothing."""
+    def _tell_lost(self, why: str, what: str) -> tuple[str, dict[int, str]]:
+        """Says that the group is lost. Returns why, and what each of the others waits for, if it says so in time."""
         waits: dict[int, str] = {}
-        others, until = [place for place in range(self.size) if place != self.rank], time.monotonic() + ANSWER
+        until = time.monotonic() + ANSWER
         with suppress(RuntimeError):
             self.store.set(f"lost/{self.rank}", what)
             if self.store.check(["lost"]):
                 why = self.store.get("lost").decode()  # of the first rank that has noticed it
             else:
                 self.store.set("lost", why)
-            while len(waits) < len(others) and time.monotonic() < until:
+            while len(waits) < self.size and time.monotonic() < until:
                 time.sleep(0.05)
-                keys = {place: f"lost/{place}" for place in others if place not in waits}
-                waits |= {place: self.store.get(k).decode() for place, k in keys.items() if self.store.check([k])}
-        return why, waits, [place for place in others if place not in waits]
+                waits = self._said("lost")
+        waits.pop(self.rank, None)
+        return why, waits
+
+    def _said(self, name: str) -> dict[int, str]:
+        """What ranks have put in the store under this name."""
+        keys = {place: f"{name}/{place}" for place in range(self.size)}
+        return {place: self.store.get(key).decode() for place, key in keys.items() if self.store.check([key])}
 
 
 def _failed(texts: Iterable[str]) -> PeerFailed:

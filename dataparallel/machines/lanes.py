@@ -3,7 +3,7 @@
 Backends pair collectives by the order in which each rank issues them. A lane issues its items in the order in which
 they were added, which is that of buckets and units: rank 0 sends it after the first step (``gradients.machine_sums``,
 ``sharded.units.over_machines``). Lanes have connections of their own, so none waits for another. Only NCCL, and hooks,
-which send over a group of the user, need one order over all lanes: see `machines.group.Turns`.
+which send over a group of the user, need one order over all lanes: the order in which rank 0 launches.
 
 A *word* is a small value of each rank, gathered over gloo. A pair of items that have not followed each other before is
 compared by a word, once: after the first step nothing more is sent for that.
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, distributed
@@ -40,9 +40,8 @@ from dataparallel.machines.collectives import (
     send_sums,
     stage,
 )
-from dataparallel.machines.descriptions import differences, of_ranks
-from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed
-from dataparallel.machines.group import GroupState, Item, Queue, Result, issuer, states
+from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed, differences, of_ranks
+from dataparallel.machines.group import GroupState, Result, issuer, states
 from dataparallel.threads.pool import Outcome
 
 GRACE = 2.0
@@ -50,13 +49,11 @@ GRACE = 2.0
 
 _FRAME, _LENGTH = 1024, 8  # bytes of a word's first message, and of the length at its beginning
 
-_Pauses = Iterator[None]
-"""A generator that yields where it has to wait. The thread then runs other lanes, and resumes it later."""
+_Pauses: TypeAlias = Iterator[bool]
+"""A generator that yields where it has to wait: true if nobody wakes the thread then. The thread runs other lanes."""
 
 _given: dict[int, tuple[Any, Machines]] = {}
 """Users' groups by their ids, with their `Machines`. They are held until they are destroyed, on all ranks alike."""
-_products: dict[tuple[int, ...], int] = {}
-"""How many products of the same ranks were made."""
 _lock = threading.Lock()
 
 
@@ -73,17 +70,34 @@ def masks_of(end: Result) -> tuple[list[bool], list[Any]]:
                 "used: they have run other forwards or backwards, or other parts of the model. All ranks have to run "
                 "the same calls on the same model"
             )
-            end.lane.state.leave(end.epoch, error)
+            end.state.leave(end.epoch, error)
             raise error
     return [any(of_ranks) for of_ranks in zip(*(mask for mask, _, _ in said), strict=True)], [e for _, _, e in said]
 
 
-class Lane(Queue):
-    """A sequence of items of the ranks of ``machines``. All of them make their lanes in one order."""
+class _Item(NamedTuple):
+    """``issue(results)`` sends. ``text`` has to be equal on all ranks; a word compares its own text."""
+
+    results: Sequence[Result]
+    text: str | None
+    issue: Callable[[Sequence[Result]], _Pauses]
+
+
+class Lane:
+    """A sequence of items of the ranks of ``machines``. All of them make their lanes in one order.
+
+    Attributes:
+        history: a checksum of the texts of all collectives in this epoch. Ranks that have added the same have the same.
+    """
+
+    history: int
+    _count: int
+    _issued: int
 
     def __init__(self, machines: Machines, purpose: str) -> None:
-        self.machines, self.number = machines, machines.state.lane_count
-        super().__init__(machines.state, f"{purpose} {self.number}", machines.places)
+        self.machines, self.state, self.number = machines, machines.state, machines.state.lane_count
+        self.name = f"{purpose} {self.number}"
+        self._begin_epoch()
         self.state.lane_count += 1
         self.state.lanes.add(self)
 
@@ -104,8 +118,10 @@ class Lane(Queue):
 
         The thread calls ``calls`` in the order in which items were added. If one raises, no rank can go on in the
         epoch. ``text`` says whatever decides sizes and dtypes. ``epoch``: that in which the step has begun here.
+        ``after``: results that have to arrive before.
         """
-        return self._add(kind, what, epoch, text=text, calls=calls, over=(over or self.machines).places, after=after)
+        places = (over or self.machines).places
+        return self._add(kind, what, epoch, text, partial(self._launch, calls, places, after))
 
     def add_sums(
         self, kind: str, what: Sequence[str], staged: Sequence[Staged | Result], device: torch.device, **options: Any
@@ -122,7 +138,7 @@ class Lane(Queue):
         first = self.launch(kind, what, calls, **options)
         if is_one:
             return first
-        sums = [lambda link, each=each: send_sums(each.transfer(), link) for each in first]
+        sums = [lambda link, each=each: send_sums(each.issued(), link) for each in first]
         return self.launch(kind, what, sums, **{**options, "text": None, "after": first})
 
     def call(
@@ -140,11 +156,11 @@ class Lane(Queue):
         The thread calls ``begin``, waits for the future, calls ``check``, and issues nothing else meanwhile. If either
         raises on a rank, no rank calls the next hook, and all ranks leave the epoch.
         """
-        return self._add(kind, [what], epoch, text=text, calls=[begin, check], is_hook=True)[0]
+        return self._add(kind, [what], epoch, text, partial(self._run_hook, begin, check))[0]
 
     def gather(self, kind: str, text: str, value: Any, *, epoch: int, what: str = "what the ranks say") -> Result:
         """Adds a word. The result is the list of all ranks' values, or `MachinesDiffer` if the texts differ."""
-        return self._add(kind, [what], epoch, text=f"{kind}\n{text}", value=value)[0]
+        return self._add(kind, [what], epoch, None, partial(self._say, f"{kind}\n{text}", value))[0]
 
     def end(
         self, kind: str, mask: Sequence[bool], *, epoch: int, others: Sequence[Lane] = (), extra: Any = None
@@ -154,102 +170,145 @@ class Lane(Queue):
         text, said = f"{len(mask)} gradients", (bytes(mask), sent, extra)
         return self.gather(f"the end of {kind!r}", text, said, epoch=epoch, what="the end")
 
-    def _add(self, kind: str, what: Sequence[str], epoch: int, **options: Any) -> list[Result]:
-        self.state.check_process()
+    def _add(
+        self,
+        kind: str,
+        what: Sequence[str],
+        epoch: int,
+        text: str | None,
+        issue: Callable[[Sequence[Result]], _Pauses],
+    ) -> list[Result]:
+        state, number = self.state, self._count
+        state.check_process()
         with issuer.changed:
-            results = [Result(self, f"{name} of {kind!r}", epoch, self._count) for name in what]
-            error = self.state.why_not(epoch)
+            number, error = self._count, state.why_not(epoch)
+            places = self.machines.places
+            results = [Result(state, self.name, places, f"{name} of {kind!r}", epoch, number) for name in what]
             if error is None and results:
                 self._count += 1
-                item = Item(results, **options)
-                if item.calls and item.text is not None:
-                    self.history = zlib.crc32(item.text.encode(), self.history)
-                self.items.append(item)
-                issuer.run(self, self.advance)
+                if text is not None:
+                    self.history = zlib.crc32(text.encode(), self.history)
+                self.items.append(_Item(results, text, issue))
+                issuer.run(self)
         if error is not None:
             for result in results:
                 result.fail(error)
         return results
 
+    # ---- called with ``issuer.changed`` held
+
+    def _begin_epoch(self) -> None:
+        self.items: deque[_Item] = deque()
+        self._steps: _Pauses | None = None
+        self._count = self._issued = self._before = self.history = 0
+        self._seen: set[tuple[int, int]] = set()  # pairs of items, by hashes of their texts
+
+    def drop(self, error: BaseException) -> int:
+        """Drops all items for a new epoch, and makes their waits raise. Returns how many items had been issued."""
+        items, issued = self.items, self._issued
+        self._begin_epoch()
+        for item in items:
+            for result in item.results:
+                result.fail(error)
+        return issued
+
     # ---- the issuing thread
 
-    def advance(self) -> None:
-        """Issues items until one of them has to wait, or none is left."""
+    def advance(self) -> bool:
+        """Issues items until one has to wait. Returns true if nobody wakes the thread when the lane can go on."""
         with issuer.changed:
-            if self._steps is None:
-                self._steps = self._issue_all(self.items)
-            steps = self._steps
-        for _ in steps:  # to the next pause
-            return
+            steps = self._steps = self._steps or self._issue_all(self.items)
+        for polls in steps:  # to the next pause
+            return polls
         with issuer.changed:
             if self._steps is steps:
                 self._steps = None
+        return False
 
-    def _issue_all(self, items: deque[Item]) -> _Pauses:
+    def _issue_all(self, items: deque[_Item]) -> _Pauses:
         while items and items is self.items:
             item = items[0]
-            result = item.results[0]
             try:
-                yield from self._issue(item)
+                yield from self._compare(item)
+                yield from item.issue(item.results)
             except GeneratorExit:
                 raise
             except BaseException as error:
-                self._fail(item, error)
+                self._fail(item.results, error)
                 del error
             with issuer.changed:
-                if items is self.items and items and items[0] is item:
+                if items is self.items:
                     items.popleft()
                     self._issued += 1
-            del item, result  # while the generator waits it holds neither
+            del item  # while the generator waits it holds no item that was issued
 
-    def _issue(self, item: Item) -> _Pauses:
-        result = item.results[0]
-        if item.text is not None and (item.calls or item.is_hook):
+    def _compare(self, item: _Item) -> _Pauses:
+        """Compares the texts of ranks, if this item has not followed the one before it in this epoch."""
+        if item.text is not None:
             pair = self._before, hash(item.text)
             if pair not in self._seen:
-                yield from self._gather(result, f"what comes next\n{item.text}", None)
+                yield from self._gather(item.results[0], item.text, None)
                 self._seen.add(pair)
             self._before = pair[1]
-        if not item.calls:
-            result.succeed((yield from self._gather(result, item.text or "", item.value)))
-            return
-        yield from self._until(result, lambda: all(each.has_arrived() for each in item.after))
-        if item.is_hook:
-            # All ranks have come to this hook, so none has failed before it, or in the one before.
-            yield from self._gather(result, "a hook", None)
-            yield from self._take_turn(result)
-            self._run_hook(item, *item.calls)
-            result.succeed(None)
-            return
-        state, over = self.state, item.over
-        gloo = yield from self.connect(result, over)
+
+    def _launch(
+        self,
+        calls: Sequence[Callable[[Link], Transfer]],
+        over: tuple[int, ...],
+        after: Sequence[Result],
+        results: Sequence[Result],
+    ) -> _Pauses:
+        state, result = self.state, results[0]
+        # gloo tells only of some collectives when they have ended.
+        yield from self._until(result, lambda: all(each.has_arrived() for each in after), polls=True)
+        gloo = yield from self._connect(result, self.name, over)
         if state.has_nccl:
             yield from self._take_turn(result)
-        communicators = state.communicators(over) if state.has_nccl else None
-        link = Link(over.index(state.rank), len(over), gloo, communicators, state)
+        link = Link(over.index(state.rank), len(over), gloo, state.communicators(over) if state.has_nccl else None)
         # Held for all devices of the item, so that other launches on them come before it or after it on each.
         with nccl.launching if state.has_nccl else nullcontext():
-            for each, call in zip(item.results, item.calls, strict=True):
+            for each, call in zip(results, calls, strict=True):
                 each.succeed(call(link))
 
     def _take_turn(self, result: Result) -> _Pauses:
-        """Returns when the lane may launch. The caller then does so, without another pause."""
-        turns = self.state.turns
-        if self.state.size == 1:
-            return
-        gloo = yield from self.connect(result, "turns")
-        if self.state.rank == 0:
-            gloo.broadcast([torch.tensor([self.number])], distributed.BroadcastOptions())
-        else:
-            yield from self._until(result, lambda: turns.is_of(self.number, gloo))
+        """Returns when the lane may launch. The caller then does so, without another pause.
 
-    def _run_hook(self, item: Item, begin: Callable[[], Any], check_result: Callable[[], object]) -> None:
+        NCCL hangs if ranks launch in different orders. Rank 0 launches what is ready there, and tells the others, one
+        small broadcast for each launch, which lane it was. They launch the next item of that lane.
+        """
+        state, turns = self.state, self.state.turns
+        gloo = yield from self._connect(result, "turns", range(state.size))
+        if state.rank == 0:
+            gloo.broadcast([torch.tensor([self.number])], distributed.BroadcastOptions())
+            return
+
+        def is_of_this_lane() -> bool:
+            if not turns:
+                told = torch.empty(1, dtype=torch.int64)
+                turns.append((told, gloo.broadcast([told], distributed.BroadcastOptions()).get_future()))
+                turns[0][1].add_done_callback(issuer.wake)
+            told, future = turns[0]
+            if not future.done():
+                return False
+            future.wait()
+            return int(told) == self.number
+
+        yield from self._until(result, is_of_this_lane)
+        turns.clear()
+        issuer.wake()  # another lane may wait for the next turn
+
+    def _run_hook(
+        self, begin: Callable[[], Any], check_result: Callable[[], object], results: Sequence[Result]
+    ) -> _Pauses:
         """Runs a communication hook, which sends messages over a group of the user.
 
         If the hook fails on one rank, it may wait on others for messages that never come. If it still waits `GRACE`
         seconds after its rank knows of that, its messages would be paired with later ones: the group is lost.
         """
-        (result,), done = item.results, threading.Event()
+        (result,), done = results, threading.Event()
+        # All ranks come to this hook, so none has failed before it, or in the one before.
+        yield from self._gather(result, "a hook", None)
+        yield from self._take_turn(result)
         future, check = begin(), self.state.wait_check(result)
         future.add_done_callback(lambda _: done.set())
         try:
@@ -261,10 +320,14 @@ class Lane(Queue):
                 raise self.state.lose(RuntimeError(text), result) from failed
             raise
         check_result()
+        result.succeed(None)
+
+    def _say(self, text: str, value: Any, results: Sequence[Result]) -> _Pauses:
+        results[0].succeed((yield from self._gather(results[0], text, value)))
 
     def _gather(self, result: Result, text: str, value: Any) -> Any:
         """Gathers a word. A second message is sent if one of them is long."""
-        gloo = yield from self.connect(result, "words")
+        gloo = yield from self._connect(result, f"words of {self.name}", self.machines.places)
         pickled = pickle.dumps((text, value))
         data = len(pickled).to_bytes(_LENGTH, "little") + pickled
         rows = yield from self._gather_bytes(result, gloo, data[:_FRAME], _FRAME)
@@ -291,47 +354,38 @@ class Lane(Queue):
 
     def _differences(self, texts: Sequence[str]) -> str:
         """The message of `MachinesDiffer`. The first line of a text is its kind."""
-        kinds = [text.removeprefix("what comes next\n").partition("\n")[0] for text in texts]
-        names = self.machines.names
-        if len({*kinds}) > 1:
-            by_kind = {kind: [rank for rank, other in enumerate(kinds) if other == kind] for kind in kinds}
-            parts = [f"{kind!r} begins on {names(ranks)}" for kind, ranks in by_kind.items()]
-        else:
-            parts = differences(texts, self.machines.ranks)
+        kind, parts = texts[0].partition("\n")[0], differences(texts, self.machines.ranks)
         return (
-            f"the ranks differ in what they do next ({kinds[0]!r}), so nothing of it is used: {'; '.join(parts)}. All "
+            f"the ranks differ in what they do next ({kind!r}), so nothing of it is used: {'; '.join(parts)}. All "
             "ranks have to run the same calls on the same model"
         )
 
-    def connect(self, result: Result, key: tuple[int, ...] | str) -> Any:
-        """Connects ranks by gloo, once in an epoch, in a thread of its own: that blocks until all of them have come.
+    def _connect(self, result: Result, purpose: str, places: Sequence[int]) -> Any:
+        """Connects ranks by gloo, once in an epoch, in a thread of its own: that blocks until all of them have come."""
+        state, name = self.state, f"{result.epoch}/{purpose}/{tuple(places)}"
+        outcome = state.connections.get(name)
+        if outcome is None:
+            outcome = state.connections[name] = Outcome()
 
-        ``key``: places of ranks in the group, "words" for those of the lane, or "turns" for all.
-        """
-        connections = self.state.turns.connections if key == "turns" else self.connections
-        if key not in connections:
-            outcome = Outcome()
-
-            def connect() -> None:
-                outcome.fill(partial(self.state.connect, self, key, result.epoch))
+            def connect(outcome: Outcome = outcome) -> None:
+                outcome.fill(partial(state.connect, name, places))
                 issuer.wake()
 
             threading.Thread(target=connect, daemon=True).start()
-            yield from self._until(result, lambda: (outcome.value or outcome.error) is not None)
-            if outcome.error is not None:
-                raise outcome.error
-            connections[key] = outcome.value
-        return connections[key]
+        yield from self._until(result, lambda: (outcome.value or outcome.error) is not None)
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
 
-    def _until(self, result: Result, is_over: Callable[[], bool]) -> _Pauses:
+    def _until(self, result: Result, is_over: Callable[[], bool], polls: bool = False) -> _Pauses:
         check = self.state.wait_check(result)
         while not is_over():
             check()
-            yield
+            yield polls
 
-    def _fail(self, item: Item, error: BaseException) -> None:
+    def _fail(self, results: Sequence[Result], error: BaseException) -> None:
         """An item cannot be issued, or a collective or a hook has raised here: the epoch is over."""
-        result = item.results[0]
+        result = results[0]
         if isinstance(error, MachinesError):
             self._issued += isinstance(error, MachinesDiffer)  # what tells the others was sent
             self.state.leave(result.epoch, error)
@@ -341,15 +395,15 @@ class Lane(Queue):
             if not isinstance(error, Exception):  # would end the thread that waits
                 other = RuntimeError(f"{type(error).__name__}: {error}")
                 other.__cause__, error = error, other
-            for each in item.results:
+            for each in results:
                 each.fail(error)
             self.state.leave(result.epoch, error, result.what)
-        for each in item.results:
+        for each in results:
             each.fail(error)
 
 
 def _staged(each: Staged | Result) -> Staged:
-    return each.transfer().received() if isinstance(each, Result) else each
+    return each.issued().received() if isinstance(each, Result) else each
 
 
 def is_of_network(error: BaseException) -> bool:
@@ -365,16 +419,16 @@ class Machines:
         self.state, self.places = state, tuple(places)
         self.ranks = [state.ranks[place] for place in places]
         self.rank, self.size = self.places.index(state.rank), len(self.places)
-        self._names: dict[torch.device, str] = {}  # of the devices that have a communicator of NCCL
-        self._made: dict[Any, Any] = {}
-        self.words, self._tensors = self.lane("words"), self.lane("tensors")  # outside of steps
+        self._devices: list[torch.device] = []  # those that have a communicator of NCCL
+        self._made: dict[Any, Machines] = {}
+        self.words = self.lane("words")  # what is sent outside of steps
 
     @staticmethod
     def of(group: distributed.ProcessGroup) -> Machines:
         """The machines of the group: the same object each time, until the group is destroyed."""
         with _lock:
             for key, (known, _) in [*_given.items()]:
-                if not _exists(known):
+                if not exists(known):
                     del _given[key]
             if id(group) not in _given:
                 rank = distributed.get_rank(group)
@@ -408,35 +462,34 @@ class Machines:
         """Makes a lane."""
         return Lane(self, purpose)
 
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
     def product(self, other: Machines) -> Machines:
         """All ranks of a mesh of which ``self`` is a row and ``other`` a column; the same object each time."""
-
-        def make() -> Machines:
-            rows = other.all_gather_object(self.ranks)
-            ranks = sorted({rank for row in rows for rank in row})
+        key = ("product", *other.ranks)
+        if key not in self._made:
+            ranks = sorted({rank for row in other.all_gather_object(self.ranks) for rank in row})
             world: Any = distributed.group.WORLD
-            place, store = ranks.index(distributed.get_rank()), world.get_group_store()
             with _lock:
                 number = _products[tuple(ranks)] = _products.get(tuple(ranks), 0) + 1
+            name, place = f"product {number} {ranks}", ranks.index(distributed.get_rank())
             mine = self.state
-            state = GroupState(f"product {number} {ranks}", ranks, place, mine.backends, mine.timeout, store)
-            return Machines(state, range(len(ranks)))
-
-        made: Machines = self._once(("product", *other.ranks), make)
-        return made
+            state = GroupState(name, ranks, place, mine.backends, mine.timeout, world.get_group_store())
+            self._made[key] = Machines(state, range(len(ranks)))
+        return self._made[key]
 
     def part(self, ranks: Sequence[int]) -> Machines:
         """Some of the ranks, among them this one; the same object each time."""
         places = tuple(self.state.ranks.index(rank) for rank in ranks)
-        made: Machines = self if places == self.places else self._once(places, lambda: Machines(self.state, places))
-        return made
+        if places == self.places:
+            return self
+        if places not in self._made:
+            self._made[places] = Machines(self.state, places)
+        return self._made[places]
 
     # ---- devices
+
+    def is_nccl(self, device: torch.device) -> bool:
+        """True if tensors on the device go through NCCL, whose collectives run on streams."""
+        return self.state.is_nccl(device)
 
     def can_send(self, device: torch.device) -> bool:
         """True if tensors on the device are sent directly. Otherwise they go through host memory.
@@ -445,44 +498,26 @@ class Machines:
         """
         return device == CPU or self.is_nccl(device)
 
-    def is_nccl(self, device: torch.device) -> bool:
-        """True if tensors on the device go through NCCL, whose collectives run on streams."""
-        return self.state.is_nccl(device)
-
     def make_communicators(self, devices: Iterable[torch.device]) -> None:
         """Makes NCCL's communicators for these devices now. Otherwise the first collective on a device would block.
 
-        All ranks call it, in one order, with as many devices. It does nothing for other backends.
+        All ranks call it, in one order, with devices of the same names. It does nothing for other backends.
         """
-        new = [each for each in dict.fromkeys(devices) if self._is_new(each)]
-        if new:
-            staged = [stage(self, torch.zeros(1, device=device)) for device in new]
-            what = [f"the communicator of {device}" for device in new]
-            calls = [partial(all_reduce, each) for each in staged]
-            text = f"communicators for {len(new)} devices"
-            for result in self.words.launch("communicators", what, calls, text, epoch=self.epoch):
-                result.wait().item()
-            self.note_communicators(new)
+        new = [each for each in dict.fromkeys(devices) if self.is_nccl(each) and each not in self._devices]
+        self._devices += new
+        what = [f"the communicator of {device}" for device in new]
+        calls = [partial(all_reduce, stage(self, torch.zeros(1, device=device))) for device in new]
+        for result in self.words.launch("communicators", what, calls, "communicators", epoch=self.epoch):
+            result.wait().item()
 
-    def names_of(self, devices: Iterable[torch.device]) -> list[str]:
+    def names_of(self, devices: Sequence[torch.device]) -> list[str]:
         """For each device a name such as ``cuda 0``. Ranks that send from devices of one name have one communicator.
 
         Names follow from the order in which devices come, and indices need not agree on the ranks. With NCCL, ranks
-        that send from devices of different names would wait for each other for ever.
+        that send from devices of different names would wait for ever, or sum what does not belong together.
         """
-        names = {**self._names}
-        for device in devices:
-            if device not in names:
-                names[device] = f"{device.type} {sum(known.type == device.type for known in names)}"
-        return [names[device] for device in devices]
-
-    def note_communicators(self, devices: Sequence[torch.device]) -> None:
-        """Notes the communicators that NCCL has for these devices, whose names all ranks have compared."""
-        named = zip(devices, self.names_of(devices), strict=True)
-        self._names |= {device: name for device, name in named if self._is_new(device)}
-
-    def _is_new(self, device: torch.device) -> bool:
-        return self.is_nccl(device) and device not in self._names
+        known = [*dict.fromkeys([*self._devices, *devices])]
+        return [f"{each.type} {known.index(each)}" for each in devices]
 
     # ---- what is sent outside of steps
 
@@ -495,15 +530,18 @@ class Machines:
         """``[size, *shape]``: the tensors of all machines, which have one shape and dtype. All ranks call it."""
         flat = tensor.detach().contiguous().view(-1)
         staged = stage(self, flat, self.size * flat.numel())  # here, where the current stream has computed it
-        text = f"all_gather: {flat.numel()} x {flat.dtype} on {self.names_of([flat.device])[0]}"
         kind, calls = "an operator on sharded tensors", [partial(all_gather, staged)]
-        (result,) = self._tensors.launch(kind, ["all_gather"], calls, f"{kind}\n{text}", epoch=self.epoch)
-        gathered: Tensor = result.wait()
-        self.note_communicators([flat.device])
+        text = f"{kind}\nall_gather: {flat.numel()} x {flat.dtype} on {flat.device.type}"
+        gathered: Tensor = self.words.launch(kind, ["all_gather"], calls, text, epoch=self.epoch)[0].wait()
         return gathered.view(self.size, *tensor.shape)
 
 
-def _exists(group: Any) -> bool:
+_products: dict[tuple[int, ...], int] = {}
+"""How many products of the same ranks were made."""
+
+
+def exists(group: Any) -> bool:
+    """True if the group has not been destroyed."""
     try:
         return bool(distributed.get_process_group_ranks(group))
     except (KeyError, ValueError):
@@ -512,13 +550,9 @@ def _exists(group: Any) -> bool:
 
 def _backends(group: distributed.ProcessGroup) -> dict[str, str]:
     """The backend for each type of device, from torch's configuration, such as ``cpu:gloo,cuda:nccl``."""
-    found = {}
-    for part in distributed.get_backend_config(group).split(","):
-        device, _, name = part.partition(":")
-        # gloo and NCCL are also configured for devices that they do not take.
-        if name != "nccl" or device == "cuda":
-            found[device] = name
-    return found
+    parts = [part.partition(":") for part in distributed.get_backend_config(group).split(",")]
+    # gloo and NCCL are also configured for devices that they do not take.
+    return {device: name for device, _, name in parts if name != "nccl" or device == "cuda"}
 
 
 @atexit.register

@@ -6,7 +6,7 @@ They have a lane of their own: a backward may need a collective of replicas whil
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -39,21 +39,23 @@ class PeerRounds:
         self._has_collectives: dict[Hashable, bool] = {}  # for each mode, whether the last call had any
 
     @contextmanager
-    def calling(self, mode: Hashable) -> Iterator[PeerCall]:
-        """Wraps a call of the form. It expects collectives if the last call in this ``mode`` had any."""
-        call = PeerCall(self, self.machines.epoch)
-        is_expected = self._has_collectives.get(mode, False)
+    def calling(self, mode: Hashable, others_wait: Callable[[], bool]) -> Iterator[PeerCall]:
+        """Wraps a call of the form. It expects collectives if the last call in this ``mode`` had any.
+
+        ``others_wait``: true if other machines would wait without collectives too for a call that has failed here.
+        """
+        call, is_expected = PeerCall(self, self.machines.epoch), self._has_collectives.get(mode, False)
         try:
             yield call
-        except BaseException as error:
+            self._has_collectives[mode] = call.has_begun
             if call.has_begun or is_expected:
+                self.all_gather_object("the end of a forward with collectives across machines", "", None, call.epoch)
+        except BaseException as error:
+            if call.has_begun or is_expected or others_wait():
                 self.machines.state.leave(call.epoch, error)
             raise
         finally:
             call.token = None  # the token holds the graph
-        self._has_collectives[mode] = call.has_begun
-        if call.has_begun or is_expected:
-            self.all_gather_object("the end of a forward with collectives across machines", "", None, call.epoch)
 
     def all_gather_object(self, kind: str, text: str, value: Any, epoch: int) -> list[Any]:
         """Gathers an object that can be pickled from each machine, in rank order. ``text`` is equal on all machines."""

@@ -5,7 +5,6 @@ Descriptions are compared before anything else is sent, so a difference is an er
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,14 +18,11 @@ from dataparallel import _torch
 from dataparallel.comm.buckets import Bucket, fill_buckets, flatten, has_strides, layout_of, unflatten
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.machines.collectives import broadcast, stage
-from dataparallel.machines.descriptions import as_text
-from dataparallel.machines.group import Result
+from dataparallel.machines.errors import as_text
 from dataparallel.machines.lanes import Lane, Machines
 
 CAP_BYTES = 25 * 2**20
 """The size of the buckets in which values travel; a larger tensor has a bucket of its own."""
-
-MAX_SENT = 2  # buckets: one is filled while the other one travels
 
 
 def describe(
@@ -73,7 +69,7 @@ def failing_together(machines: Machines) -> Iterator[None]:
 
 
 def compare(machines: Machines, what: str, description: Mapping[str, Any]) -> None:
-    """Checks that all ranks give the same description of what is about to begin: see `descriptions.as_text`."""
+    """Checks that all ranks give the same description of what is about to begin: see `errors.as_text`."""
     machines.words.gather(f"the start of {what}", as_text(description), None, epoch=machines.epoch).wait()
 
 
@@ -87,76 +83,50 @@ def send_values(lane: Lane, named: Mapping[str, Tensor], cap_bytes: int = CAP_BY
     If a rank fails or is gone, some tensors may have the values of rank 0 already.
     """
     machines, kind = lane.machines, "values of rank 0"
-    sent_buckets: deque[tuple[Bucket, Result]] = deque()
-    epoch = machines.epoch
+    epoch, first = machines.epoch, {id(tensor): name for name, tensor in reversed([*named.items()])}
     with failing_together(machines):
-        # Keeps each tensor under its first name only.
-        first = {id(tensor): name for name, tensor in reversed([*named.items()])}
-        named = {name: tensor for name, tensor in named.items() if first[id(tensor)] == name}
-        _check_values(named)
-        names, tensors = [*named], [*named.values()]
+        names = [name for name, tensor in named.items() if first[id(tensor)] == name]
+        tensors = [named[name] for name in names]
+        text = f"{kind}\nbytes in a buffer: {cap_bytes}"
+        for name, tensor in zip(names, tensors, strict=True):
+            _check_values(name, tensor)
+            text += f"\n{name}: shape {tuple(tensor.shape)}, dtype {tensor.dtype}, device {tensor.device.type}"
         order = [i for i, tensor in enumerate(tensors) if tensor.numel()]
-        devices = [tensor.device for tensor in tensors]
-        text = f"{kind}\n{as_text(_describe_values(named, machines.names_of(devices), cap_bytes))}"
         for group in fill_buckets(tensors, order, cap_bytes, cap_bytes):  # they depend only on what is compared
-            if len(sent_buckets) == MAX_SENT:
-                _receive(machines, tensors, *sent_buckets.popleft())
-            bucket, first_tensor = Bucket.row_major_of(tensors, group), tensors[group[0]]
-            if machines.rank == 0:
-                with torch.no_grad(), _torch.DisableTorchFunctionSubclass():
-                    flat = flatten(bucket, tensors)
-            else:
-                flat = torch.empty(bucket.numel, dtype=first_tensor.dtype, device=first_tensor.device)
-            # Staged here, because the current stream has filled the buffer.
-            calls = [partial(broadcast, stage(machines, flat))]
-            (result,) = lane.launch(kind, [f"{names[group[0]]!r} and others"], calls, text, epoch=epoch)
-            sent_buckets.append((bucket, result))
-            text = f"{kind}\nfrom {names[group[0]]}"
-        while sent_buckets:
-            _receive(machines, tensors, *sent_buckets.popleft())
-    machines.note_communicators(devices)
+            bucket, like = Bucket.row_major_of(tensors, group), tensors[group[0]]
+            with torch.no_grad(), _torch.DisableTorchFunctionSubclass():
+                is_sent = machines.rank == 0
+                flat = flatten(bucket, tensors) if is_sent else like.new_empty(bucket.numel)
+                calls, what = [partial(broadcast, stage(machines, flat))], [f"{names[group[0]]!r} and others"]
+                (result,) = lane.launch(kind, what, calls, text, epoch=epoch)
+                received, text = result.wait(), f"{kind}\nfrom {names[group[0]]}"
+                for i, piece in zip(bucket.indices, () if is_sent else unflatten(bucket, received), strict=False):
+                    _copy(tensors[i], piece)
 
 
-def _check_values(named: Mapping[str, Tensor]) -> None:
-    for name, tensor in named.items():
-        problem = why_not_movable(tensor)
-        if problem:
-            raise ValueError(
-                f"cannot send the values of rank 0: {name!r} {problem}. Give it values on every rank before, for "
-                "example with to_empty() and load_state_dict()"
-            )
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            raise ValueError(
-                f"cannot send the values of rank 0: {name!r} was made under torch.inference_mode() and cannot be "
-                "changed in place; make the module outside of it, or pass a clone()"
-            )
-        strided = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
-        if not strided or hasattr(tensor, "__tensor_flatten__"):
-            kind = type(tensor).__name__ if strided else f"tensor of layout {tensor.layout}"
-            raise TypeError(
-                f"cannot send the values of rank 0: {name!r} is a {kind}, and values travel as the bytes of plain "
-                "strided tensors. Keep it out of what the ranks share (ignored), or make it a plain tensor"
-            )
+def _copy(tensor: Tensor, value: Tensor) -> None:
+    # Repeated elements, as `expand` makes them, are one element of memory.
+    for dim, (step, size) in enumerate(zip(tensor.stride(), tensor.shape, strict=True)):
+        if step == 0 and size > 1:
+            tensor, value = tensor.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    tensor.copy_(value)
 
 
-def _describe_values(named: Mapping[str, Tensor], devices: Sequence[str], cap_bytes: int) -> dict[str, Any]:
-    """Describes what decides how values travel. ``devices``: the names that all ranks have for the tensors' devices."""
-    return {"bytes in a buffer": cap_bytes} | {
-        name: {"shape": tuple(tensor.shape), "dtype": tensor.dtype, "device": device}
-        for (name, tensor), device in zip(named.items(), devices, strict=True)
-    }
-
-
-@torch.no_grad()
-def _receive(machines: Machines, tensors: Sequence[Tensor], bucket: Bucket, result: Result) -> None:
-    received = result.wait()
-    if machines.rank == 0:
-        return
-    with _torch.DisableTorchFunctionSubclass():
-        for i, piece in zip(bucket.indices, unflatten(bucket, received), strict=True):
-            tensor = tensors[i]
-            # Repeated elements, as `expand` makes them, are one element of memory.
-            repeated = [step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
-            for dim in [dim for dim, is_repeated in enumerate(repeated) if is_repeated]:
-                tensor, piece = tensor.narrow(dim, 0, 1), piece.narrow(dim, 0, 1)
-            tensor.copy_(piece)
+def _check_values(name: str, tensor: Tensor) -> None:
+    what = f"cannot send the values of rank 0: {name!r}"
+    if problem := why_not_movable(tensor):
+        raise ValueError(
+            f"{what} {problem}. Give it values on every rank before, for example with to_empty() and load_state_dict()"
+        )
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{what} was made under torch.inference_mode() and cannot be changed in place; make the module outside of "
+            "it, or pass a clone()"
+        )
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    if not is_strided or hasattr(tensor, "__tensor_flatten__"):
+        kind = type(tensor).__name__ if is_strided else f"tensor of layout {tensor.layout}"
+        raise TypeError(
+            f"{what} is a {kind}, and values travel as the bytes of plain strided tensors. Keep it out of what the "
+            "ranks share (ignored), or make it a plain tensor"
+        )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dataparallel.machines.arguments import machines_of, shard_and_replicate_groups
+from dataparallel.machines.arguments import MachineMesh, machines_of
 from machine_ranks import on_machines, said
 
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
@@ -13,9 +13,8 @@ CPU = torch.device("cpu")
 
 
 def test_a_group_and_a_mesh():
-    for function in (machines_of, shard_and_replicate_groups):
-        with pytest.raises(ValueError, match="pass process_group or mesh, not both"):
-            function(object(), object())
+    with pytest.raises(ValueError, match="pass process_group or mesh, not both"):
+        machines_of(object(), object())
 
 
 @pytest.mark.parametrize("name", ["process_group", "mesh"])
@@ -23,9 +22,8 @@ def test_torch_distributed_that_is_not_there(name, monkeypatch):
     """Or not any more, so that there is a group or a mesh."""
     is_mesh = name == "mesh"
     arguments = (None, DeviceMesh.__new__(DeviceMesh)) if is_mesh else (torch.distributed.ProcessGroup(0, 1), None)
-    for function in (machines_of, shard_and_replicate_groups):
-        with pytest.raises(RuntimeError, match=rf"^{name} was passed.* Call torch.distributed.init_process_group"):
-            function(*arguments)
+    with pytest.raises(RuntimeError, match=rf"^{name} was passed.* Call torch.distributed.init_process_group"):
+        machines_of(*arguments)
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match=f"^{name} was passed, but torch .* has been built without torch.distribut"):
         machines_of(*arguments)
@@ -41,14 +39,11 @@ def meanings(rank, devices):
         "group": machines_of(world, None, devices),
         "mesh": machines_of(None, line),
         "part": machines_of(None, square["shard"], devices),
-        "hybrid": shard_and_replicate_groups(world, None),
-        "1-D": shard_and_replicate_groups(None, line, devices),
-        "2-D": shard_and_replicate_groups(None, square, devices),
+        "hybrid": MachineMesh.of(world, None, devices).given,
+        "1-D": MachineMesh.of(None, line, devices).given,
+        "2-D": MachineMesh.of(None, square, devices).given,
     }
-    return {
-        name: [each and each.ranks for each in value] if isinstance(value, tuple) else value.ranks
-        for name, value in found.items()
-    }
+    return {name: [each and each.ranks for each in value] for name, value in found.items()}
 
 
 def test_what_groups_and_meshes_mean():
@@ -56,9 +51,9 @@ def test_what_groups_and_meshes_mean():
         row, column = rank // 2 * 2, rank % 2
         everyone = [0, 1, 2, 3]
         assert found == {
-            "group": everyone,
-            "mesh": everyone,
-            "part": [row, row + 1],
+            "group": [everyone],
+            "mesh": [everyone],
+            "part": [[row, row + 1]],
             "hybrid": [None, everyone],
             "1-D": [everyone, None],
             "2-D": [[row, row + 1], [column, column + 2]],
@@ -85,7 +80,7 @@ def refusals(rank, devices):
     named = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("machines", "tp", "cp"))
     line = init_device_mesh("cpu", (2,))
     found = {
-        "3-D": said(shard_and_replicate_groups, None, named),
+        "3-D": said(machines_of, None, named, (), 2),
         "2-D": said(machines_of, None, square),
         "named": said(machines_of, None, named),
         "numbers": said(machines_of, [0, 1], None),
@@ -94,7 +89,7 @@ def refusals(rank, devices):
     }
     if rank == 1:
         found["no member"] = said(machines_of, alone, None)
-        found["not in the mesh"] = said(shard_and_replicate_groups, None, of_rank_0)
+        found["not in the mesh"] = said(machines_of, None, of_rank_0)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group(alone)
     if rank == 0:
@@ -106,7 +101,7 @@ def test_what_is_refused():
     first, second = on_machines(refusals, ranks=2, slots=1)
     expected = {
         "3-D": "ValueError: the mesh (machines=2, tp=1, cp=1) has 3 dimensions; expected one, to shard over, or two",
-        "2-D": "ValueError: the mesh (2, 1) has 2 dimensions, and a module is replicated over one dimension",
+        "2-D": "ValueError: the mesh (2, 1) has 2 dimensions; expected one, to replicate over",
         "named": "such as mesh['machines']",
         "numbers": "TypeError: process_group=[0, 1]: expected a torch.distributed.",
         "devices": "TypeError: mesh=[device(type=",

@@ -49,7 +49,7 @@ def differ(rank: int, devices: list[torch.device]) -> None:
         assert "a: [2]" not in text
         assert_works(lane)
     text = message(a_pass(lane, "backward" if rank == 0 else "buffers"), MachinesDiffer)
-    assert "'backward' begins on rank 0; 'buffers' begins on ranks 1 and 2" in text
+    assert "backward: there on rank 0; not there on ranks 1 and 2; buffers: not there on rank 0" in text
     assert_works(lane)
 
 

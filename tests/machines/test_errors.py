@@ -4,7 +4,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from dataparallel.machines.descriptions import as_text, differences
+from dataparallel.machines.errors import as_text, differences
 
 pytestmark = pytest.mark.devices("cpu")  # nothing is sent: once is enough
 
