@@ -80,6 +80,12 @@ def summed(lane: Lane, tensor: torch.Tensor, what: str = "a sum", epoch: int | N
     return lane.add_sums("backward", [what], staged, tensor.device, text=what, epoch=at)[0]
 
 
+def word(machines: Machines, value: Any = None) -> list[Any]:
+    """What all ranks say, outside of steps."""
+    found: list[Any] = machines.words.gather("a word of each rank", "", value, epoch=machines.epoch).wait()
+    return found
+
+
 def said(function: Callable[..., Any], *args: Any) -> str:
     """The type and the words of the error that a call raises."""
     try:

@@ -113,12 +113,16 @@ class KeptTensors(TensorStore):
         return has_order and copies.still_fit(plan, self._slots)
 
     def _send_buffers(self, lane: Lane, plan: ModulePlan) -> None:
-        from dataparallel.gradients.machine_sums import send_buffers
+        """Gives buffers the values of rank 0 where a recorded forward begins, as other slots get slot 0's values.
+
+        Version counters stay as they are, so a graph that saved a buffer can still run its backward.
+        """
+        from dataparallel.machines.start import send_values
 
         if self._broadcast_buffers:
             names, parameters = names_of(plan), {*plan.parameters}
             buffers = {names[i]: tensor for i, tensor in enumerate(plan.tensors) if i not in parameters}
-            send_buffers(lane, {name: tensor for name, tensor in buffers.items() if not tensor.requires_grad})
+            send_values(lane, {name: each.data for name, each in buffers.items() if not each.requires_grad})
         if not self._order.is_of(plan):
             self._order = BucketOrder(plan)
 

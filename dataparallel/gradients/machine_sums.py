@@ -1,13 +1,9 @@
-"""`MachineSums` reduces gradients over machines. `send_buffers` begins a recorded forward on all machines.
-
-A forward without grad mode sends nothing to other machines, so one machine may evaluate alone. `replicate` imports this
-file only if a group or a mesh was given.
-"""
+"""`MachineSums` reduces gradients over machines. `replicate` imports this file only if a group or a mesh was given."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,9 +13,7 @@ from dataparallel.comm import nccl
 from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookCall
 from dataparallel.gradients.ordered_pass import AsyncResult
 from dataparallel.machines.collectives import stage
-from dataparallel.machines.group import Result
-from dataparallel.machines.lanes import Lane, masks_of
-from dataparallel.machines.start import send_values
+from dataparallel.machines.lanes import Lane
 
 _BACKWARD = "backward"
 
@@ -68,7 +62,7 @@ class _MachinePass:
 
     def end_pass(self, used: Sequence[bool], order: Sequence[int] | None) -> AsyncResult:
         """See `ReducerPass`. The mask travels last: no rank uses a sum before all ranks have sent all of theirs."""
-        return _Used(self.lane.end(_BACKWARD, used, epoch=self.epoch, extra=order))
+        return self.lane.end(_BACKWARD, used, epoch=self.epoch, extra=order)
 
     def fail(self, error: BaseException) -> None:
         """See `ReducerPass`. The other ranks call the hooks that this one has launched, so it calls them first."""
@@ -76,17 +70,6 @@ class _MachinePass:
         for each in self._hooked:
             each.launched.settle(until - time.monotonic())
         self.machines.state.leave(self.epoch, error)
-
-
-class _Used:
-    """The `AsyncResult` of the end of a pass."""
-
-    def __init__(self, end: Result) -> None:
-        self._end = end
-
-    def wait(self) -> tuple[list[bool], Any]:
-        used, orders = masks_of(self._end)
-        return used, orders[0]
 
 
 class _HookedResult:
@@ -118,12 +101,3 @@ class _HookedResult:
         assert self._hook_call is not None
         grads = self._hook_call.wait()
         return self._staged.copy_result(grads) if self._staged.is_copied else grads
-
-
-def send_buffers(lane: Lane, named: Mapping[str, Tensor]) -> None:
-    """Gives buffers the values of rank 0, as other slots get slot 0's values. Version counters stay as they are.
-
-    So a graph that saved a buffer can still run its backward. The copies run on the current streams.
-    """
-    if named:
-        send_values(lane, {name: tensor.data for name, tensor in named.items()})

@@ -104,12 +104,12 @@ class MachineMesh:
         lane, gathers: the lanes; ``gathers`` is ``None`` if parameters are not sharded over machines.
     """
 
-    def __init__(self, shard: Machines | None, replicate: Machines | None) -> None:
+    def __init__(self, shard: Machines | None, replicate: Machines | None, ranks: Sequence[int] = ()) -> None:
         self.given = shard, replicate
         # All ranks come here in one order: they make the same lanes.
         first = shard or replicate
         assert first is not None
-        self.all = first if shard is None or replicate is None else shard.product(replicate)
+        self.all = first if shard is None or replicate is None else shard.product(ranks)
         self.shard, self.replicate = (each and self.all.part(each.ranks) for each in self.given)
         self.lane = self.all.lane("steps")
         self.gathers = None if self.shard is None else self.shard.lane("gathers")
@@ -124,7 +124,9 @@ class MachineMesh:
         found = machines_of(process_group, mesh, slots, 2)
         if not found:
             return None
-        return cls(None, found[0]) if mesh is None else cls(found[-1], found[0] if len(found) == 2 else None)
+        if mesh is None:
+            return cls(None, found[0])
+        return cls(found[0], None) if len(found) == 1 else cls(found[1], found[0], sorted(mesh.mesh.flatten().tolist()))
 
     def make_communicators(self, slots: Sequence[torch.device]) -> None:
         """Makes NCCL's communicators, on all machines in one order: rows, columns, then the first device of each."""

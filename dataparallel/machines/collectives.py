@@ -1,5 +1,4 @@
-"""`all_reduce`, `all_gather` and other collectives over a `Link`, which return a `Transfer` at once. A lane has
-all ranks issue the same ones in one order. All but sums send bytes, so they take every dtype.
+"""`Transfer`: a tensor that is sent to other ranks, and what comes for it. All but sums send bytes, of every dtype.
 
 `stage` prepares a tensor first, in the thread whose stream has computed it. NCCL's part has not run on GPUs.
 """
@@ -10,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -28,13 +27,6 @@ Check = Callable[[], object]
 """A function that a wait calls several times a second. It raises if the wait has become useless."""
 
 
-class Sender(Protocol):
-    """`machines.lanes.Machines`."""
-
-    def is_nccl(self, device: torch.device) -> bool:
-        """True if tensors on the device go through NCCL."""
-
-
 @dataclass
 class Link:
     """The connections of some ranks in one lane: torch's backends for host memory, and for devices with NCCL."""
@@ -49,8 +41,15 @@ class Link:
 
 
 @dataclass
-class Staged:
+class Transfer:
     """A tensor that another thread can send. It holds the memory until the result is taken.
+
+    A collective is a method: the issuing thread calls it with a `Link`, and it returns the transfer at once.
+
+    With NCCL the collective is ordered after a stream that is kept for collectives and has waited for ``event``. So
+    compute streams do not wait before the result is taken. The result's memory belongs to the stream that takes it, and
+    the sent memory to the stream that has staged it, which waits then too. So ``record_stream`` is not needed, which
+    would hold unused memory while the host is ahead.
 
     Attributes:
         tensor: the tensor that was given to `stage`.
@@ -63,10 +62,12 @@ class Staged:
 
     tensor: Tensor
     payload: Tensor
-    event: Event | None
+    event: Event | None = None
     receive_buffer: Tensor | None = None
     is_free: Event | None = None
     stream: torch.Stream | None = None
+    _work: Any = None
+    _rows: Tensor | None = None  # what has come from each rank, if the result is their sum
 
     @property
     def is_copied(self) -> bool:
@@ -83,14 +84,131 @@ class Staged:
         self.event.make_wait(current_stream_at(device.index))
         return result.to(device, non_blocking=True)
 
+    # ---- collectives
+
+    def all_reduce(self, link: Link) -> Transfer:
+        """The sum over ranks, in place if the tensor can be sent directly."""
+        flat, self.receive_buffer = _real(self.payload), None
+        return self._issue(lambda: link.backend(flat).allreduce([flat]))
+
+    def broadcast(self, link: Link) -> Transfer:
+        """The values of rank 0, in place if the tensor can be sent directly."""
+        flat = _bytes(self.payload)
+        return self._issue(lambda: link.backend(flat).broadcast([flat], distributed.BroadcastOptions()))
+
+    def all_gather(self, link: Link) -> Transfer:
+        """The 1-D tensors of all ranks, one after the other. All have the same size."""
+        flat, received = _bytes(self.payload), _bytes(self._result)
+        return self._issue(lambda: all_gather_of(link.backend(flat))(received, flat))
+
+    def all_to_all(self, send: Sequence[int], receive: Sequence[int], link: Link) -> Transfer:
+        """Sends a slice of a 1-D tensor to each rank. Returns the slices from all ranks, in rank order.
+
+        ``send`` and ``receive``: how many elements go to each rank, and come from each. All ranks have the same dtype.
+        """
+        received, flat, each = _bytes(self._result), _bytes(self.payload), self.payload.element_size()
+        sizes = [each * size for size in receive], [each * size for size in send]
+        return self._issue(lambda: link.backend(flat).alltoall_base(received, flat, *sizes))
+
+    def reduce_scatter(self, link: Link) -> Transfer:
+        """This rank's slice of the sum over ranks of 1-D tensors, in as many near-equal slices.
+
+        With gloo it is added in rank order, so equal inputs give equal bits in every run, wherever in the tensor.
+        """
+        flat = _real(self.payload)
+        if flat.device != CPU:
+            received = _real(self._result)
+            return self._issue(lambda: reduce_scatter_of(link.nccl)(received, flat))
+        sizes = tensor_split_sizes(self.payload.numel(), link.size)
+        if self.receive_buffer is None:
+            self.receive_buffer = self.payload.new_empty(sizes[link.rank])
+        rows = self._rows = flat.new_empty(link.size, _real(self.receive_buffer).numel())
+        splits = [rows.shape[1]] * link.size, [_numbers(self.payload, size) for size in sizes]
+        return self._issue(lambda: link.gloo.alltoall_base(rows.view(-1), flat, *splits))
+
+    def send_sums(self, link: Link) -> Transfer:
+        """Sends the sums that `reduce_scatter` has brought to all, in place of what it was given."""
+        self._take_on()
+        flat, part = _real(self.payload), _real(self._result)
+        sizes = [_numbers(self.payload, size) for size in tensor_split_sizes(self.payload.numel(), link.size)]
+        copies, self.receive_buffer = part.repeat(link.size), None
+        return self._issue(lambda: link.gloo.alltoall_base(flat, copies, sizes, [part.numel()] * link.size))
+
+    def _issue(self, begin: Callable[[], Any]) -> Transfer:
+        """The payload is ready to be sent: the host waits for a copy, or the stream that NCCL waits for is current."""
+        with self._launching():
+            self._work = begin()
+        return self
+
+    def _launching(self) -> AbstractContextManager[object]:
+        if self.event is None:
+            return nullcontext()
+        if self.is_copied:
+            self.event.synchronize()
+            return nullcontext()
+        device = self.payload.device
+        stream = kept_stream(device, "collectives")
+        for event in (self.event, self.is_free):
+            if event is not None:
+                event.make_wait(stream)
+        return streams_set({device: stream})
+
+    # ---- results
+
+    @property
+    def _result(self) -> Tensor:
+        return self.payload if self.receive_buffer is None else self.receive_buffer
+
+    def wait(self, check: Check = lambda: None) -> Tensor:
+        """The result, on the staged tensor's device, ready for the calling thread's current stream.
+
+        The host waits until the result has arrived. With NCCL the current stream waits, and it has to own the result's
+        memory. While the host waits it calls ``check`` several times a second, which may raise.
+        """
+        if self.stream is not None:
+            # The sent memory goes back to the stream that has staged it, so that stream waits too.
+            with streams_set({self.stream.device: self.stream}):
+                self._work.wait()
+            self._work.wait()
+            return self._result
+        _wait_for(self._work, check)
+        self._add_up()
+        return self.copy_result(self._result) if self.is_copied else self._result
+
+    def has_arrived(self) -> bool:
+        """True if `send_on` does not block."""
+        return self.stream is not None or bool(self._work.is_completed())
+
+    def send_on(self) -> Transfer:
+        """The result takes the place of the payload, for the thread that has issued this collective to send it on."""
+        self._take_on()
+        self.payload, self.receive_buffer = self._result, None
+        return self
+
+    def _take_on(self) -> None:
+        if self.stream is not None:
+            device = self.stream.device
+            with streams_set({device: kept_stream(device, "collectives")}):
+                self._work.wait()
+        else:
+            self._work.wait()  # it is done, or raises its error
+            self._add_up()
+
+    def _add_up(self) -> None:
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            torch.sum(rows[:1], 0, out=_real(self._result))
+            for row in rows[1:]:
+                _real(self._result).add_(row)
+
 
 def stage(
-    sender: Sender,
+    machines: Any,
     tensor: Tensor,
     receives: int | None = None,
     taken_on: Mapping[torch.device, torch.Stream] | None = None,
-) -> Staged:
-    """Prepares ``tensor`` for a collective of ``sender``. Nobody may write to it until the result is taken.
+) -> Transfer:
+    """Prepares ``tensor`` for a collective of ``machines``. Nobody may write to it until the result is taken.
 
     If the device has no NCCL, this copies the tensor to host memory, on the current stream. It allocates
     the receive buffer for the stream that takes the result, so that its memory is free once the result is dropped.
@@ -104,150 +222,20 @@ def stage(
             f"{tensor.stride() if tensor.layout is torch.strided else None}: flatten it first"
         )
     device = tensor.device
-    if sender.is_nccl(device):
+    if machines.is_nccl(device):
         buffer, is_free = None, None
         if receives is not None:
             with streams_set(taken_on or {}):
                 buffer, is_free = tensor.new_empty(receives), Event(current_stream_at(device.index))
         stream = current_stream_at(device.index)
-        return Staged(tensor, tensor, Event(stream), buffer, is_free, stream)
+        return Transfer(tensor, tensor, Event(stream), buffer, is_free, stream)
     is_pinned = device != CPU and can_pin(device.type)
     buffer = None if receives is None else torch.empty(receives, dtype=tensor.dtype, pin_memory=is_pinned)
     if device == CPU:
-        return Staged(tensor, tensor, None, buffer)
+        return Transfer(tensor, tensor, None, buffer)
     host_copy = torch.empty_like(tensor, device=CPU, pin_memory=is_pinned)
     host_copy.copy_(tensor, non_blocking=is_pinned)
-    return Staged(tensor, host_copy, Event(current_stream_at(device.index)), buffer)
-
-
-class Transfer:
-    """A collective that has been issued.
-
-    With NCCL the collective is ordered after a stream that is kept for collectives and has waited for the staging's
-    event. So compute streams do not wait before the result is taken. The result's memory belongs to the stream that
-    takes it, and the sent memory to the stream that has staged it, which waits then too. So ``record_stream`` is not
-    needed, which would hold unused memory while the host is ahead.
-
-    ``rows``: what has come from each rank, if the result is their sum.
-    """
-
-    def __init__(self, link: Link, work: Any, staged: Staged, result: Tensor, rows: Tensor | None = None) -> None:
-        self._work, self.staged, self._result, self._rows = work, staged, result, rows
-        self._is_on_stream = result.device != CPU
-
-    def wait(self, check: Check = lambda: None) -> Tensor:
-        """The result, on the staged tensor's device, ready for the calling thread's current stream.
-
-        The host waits until the result has arrived. With NCCL the current stream waits, and it has to own the result's
-        memory. While the host waits it calls ``check`` several times a second, which may raise.
-        """
-        if self._is_on_stream:
-            stream = self.staged.stream
-            assert stream is not None
-            # The sent memory goes back to the stream that has staged it, so that stream waits too.
-            with streams_set({stream.device: stream}):
-                self._work.wait()
-            self._work.wait()
-            return self._result
-        _wait_for(self._work, check)
-        self._add_up()
-        return self.staged.copy_result(self._result) if self.staged.is_copied else self._result
-
-    def has_arrived(self) -> bool:
-        """True if `received` does not block."""
-        return self._is_on_stream or bool(self._work.is_completed())
-
-    def received(self) -> Staged:
-        """The result, staged for the thread that has issued this collective to send it on."""
-        if self._is_on_stream:
-            device = self._result.device
-            with streams_set({device: kept_stream(device, "collectives")}):
-                self._work.wait()
-        else:
-            self._work.wait()  # it is done, or raises its error
-            self._add_up()
-        return Staged(self.staged.tensor, self._result, self.staged.event, stream=self.staged.stream)
-
-    def _add_up(self) -> None:
-        rows, self._rows = self._rows, None
-        if rows is not None:
-            torch.sum(rows[:1], 0, out=_real(self._result))
-            for row in rows[1:]:
-                _real(self._result).add_(row)
-
-
-def all_reduce(staged: Staged, link: Link) -> Transfer:
-    """The sum over ranks, in place if the tensor can be sent directly."""
-    flat = _real(staged.payload)
-    with _launching(staged):
-        return Transfer(link, link.backend(flat).allreduce([flat]), staged, staged.payload)
-
-
-def send_sums(parts: Transfer, link: Link) -> Transfer:
-    """Sends the sums that `reduce_scatter` has brought to all, in place of what it was given."""
-    staged, part = parts.staged, _real(parts.received().payload)
-    sizes, own = _slices(staged.payload, link)
-    work = link.gloo.alltoall_base(_real(staged.payload), part.repeat(link.size), sizes, [own] * link.size)
-    return Transfer(link, work, staged, staged.payload)
-
-
-def broadcast(staged: Staged, link: Link) -> Transfer:
-    """The values of rank 0, in place if the tensor can be sent directly."""
-    flat = _bytes(staged.payload)
-    with _launching(staged):
-        return Transfer(
-            link, link.backend(flat).broadcast([flat], distributed.BroadcastOptions()), staged, staged.payload
-        )
-
-
-def all_gather(staged: Staged, link: Link) -> Transfer:
-    """The 1-D tensors of all ranks, one after the other. All have the same size."""
-    received, flat = _receive_buffer(staged), _bytes(staged.payload)
-    with _launching(staged):
-        return Transfer(link, all_gather_of(link.backend(flat))(_bytes(received), flat), staged, received)
-
-
-def reduce_scatter(staged: Staged, link: Link) -> Transfer:
-    """This rank's slice of the sum over ranks of 1-D tensors, in as many near-equal slices.
-
-    With gloo it is added in rank order, so equal inputs give equal bits in every run, wherever in the tensor they are.
-    """
-    flat = _real(staged.payload)
-    if flat.device != CPU:
-        received = _receive_buffer(staged)
-        with _launching(staged):
-            return Transfer(link, reduce_scatter_of(link.nccl)(_real(received), flat), staged, received)
-    sizes, own = _slices(staged.payload, link)
-    if staged.receive_buffer is None:
-        staged.receive_buffer = staged.payload.new_empty(
-            tensor_split_sizes(staged.payload.numel(), link.size)[link.rank]
-        )
-    rows = flat.new_empty(link.size, own)
-    with _launching(staged):
-        work = link.gloo.alltoall_base(rows.view(-1), flat, [own] * link.size, sizes)
-    return Transfer(link, work, staged, staged.receive_buffer, rows)
-
-
-def all_to_all(staged: Staged, send: Sequence[int], receive: Sequence[int], link: Link) -> Transfer:
-    """Sends a slice of a 1-D tensor to each rank. Returns the slices from all ranks, in rank order.
-
-    ``send`` and ``receive``: how many elements go to each rank, and come from each. All ranks have the same dtype.
-    """
-    received, flat, each = _receive_buffer(staged), _bytes(staged.payload), staged.payload.element_size()
-    sizes = [each * size for size in receive], [each * size for size in send]
-    with _launching(staged):
-        return Transfer(link, link.backend(flat).alltoall_base(_bytes(received), flat, *sizes), staged, received)
-
-
-def _slices(tensor: Tensor, link: Link) -> tuple[list[int], int]:
-    """How many real numbers of the tensor each rank adds up, and how many this one does."""
-    sizes = [size * (1 + tensor.is_complex()) for size in tensor_split_sizes(tensor.numel(), link.size)]
-    return sizes, sizes[link.rank]
-
-
-def _receive_buffer(staged: Staged) -> Tensor:
-    assert staged.receive_buffer is not None, "stage() was not told how much is received"
-    return staged.receive_buffer
+    return Transfer(tensor, host_copy, Event(current_stream_at(device.index)), buffer)
 
 
 def _bytes(flat: Tensor) -> Tensor:
@@ -259,19 +247,9 @@ def _real(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
 
 
-def _launching(staged: Staged) -> AbstractContextManager[object]:
-    """Makes the payload ready to be sent: the host waits for a copy, or the stream that NCCL waits for is current."""
-    if staged.event is None:
-        return nullcontext()
-    if staged.is_copied:
-        staged.event.synchronize()
-        return nullcontext()
-    device = staged.payload.device
-    stream = kept_stream(device, "collectives")
-    for event in (staged.event, staged.is_free):
-        if event is not None:
-            event.make_wait(stream)
-    return streams_set({device: stream})
+def _numbers(tensor: Tensor, size: int) -> int:
+    """How many real numbers so many elements are."""
+    return size * (1 + tensor.is_complex())
 
 
 def _wait_for(work: Any, check: Check) -> None:

@@ -44,9 +44,6 @@ ANSWER = 1.5
 
 RESTART = "Start all processes again, from a checkpoint"
 
-states: WeakMembers[GroupState] = WeakMembers()
-"""All of this process, and of the one that it was forked from."""
-
 
 class Issuer:
     """The thread that issues what each `Lane` has. It runs each until it has to wait, and sleeps when all wait.
@@ -80,7 +77,7 @@ class Issuer:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread, and makes waits raise, when the interpreter ends."""
+        """Ends the thread when the interpreter ends."""
         self.is_closed = True
         self.wake()
         if self._thread is not None:
@@ -106,7 +103,14 @@ class Issuer:
 
 
 issuer = Issuer()
-in_forked_child(issuer.begin)
+states: WeakMembers[GroupState] = WeakMembers()
+"""All of this process."""
+
+
+@in_forked_child
+def _start_afresh_after_fork() -> None:
+    issuer.begin()
+    states.clear()
 
 
 class Result:
@@ -128,15 +132,13 @@ class Result:
         check = self.state.wait_check(self)
         while not self._decided.wait(SLICE):
             check()
-        if isinstance(self._result, Transfer):
-            # A transfer can be waited for once, so its tensor replaces it here for a second wait.
-            try:
-                self._result = self._result.wait(check)
-            except MachinesError:
-                raise
-            except RuntimeError as error:
-                raise copy_error(self.state.error_of(self, error)) from error
-        return self.issued()
+        result = self.issued()
+        try:
+            return result.wait(check) if isinstance(result, Transfer) else result
+        except MachinesError:
+            raise
+        except RuntimeError as error:
+            raise copy_error(self.state.error_of(self, error)) from error
 
     def settle(self, seconds: float) -> None:
         """Waits until the item has been issued, or has failed, for this long at most."""
@@ -204,13 +206,9 @@ class GroupState:
         """Ranks in words. ``places``: in the group."""
         return of_ranks(self.ranks[place] for place in places)
 
-    @property
-    def is_of_this_process(self) -> bool:
-        return self._process == os.getpid()
-
     def check_process(self) -> None:
         """Raises in a forked child. Call it before taking a lock: a thread of the parent may hold the lock for ever."""
-        if not self.is_of_this_process:
+        if self._process != os.getpid():
             raise MachinesError(
                 "this process was forked from one that is a rank of the process group, and is no rank itself: let the "
                 "children of a rank, a DataLoader's workers for example, call no module that spans machines"
@@ -256,9 +254,13 @@ class GroupState:
             _free(old)
 
     def close(self) -> None:
-        """Frees all connections when the interpreter ends, which ends their threads, if nothing is under way."""
+        """Makes waits raise, when the interpreter ends."""
+        self.lost = self.lost or MachinesError("the interpreter ends: nothing can be sent any more")
         with issuer.changed:
-            self._drop_all(MachinesError("the interpreter ends: nothing can be sent any more"))
+            self._drop_all(self.lost)
+
+    def free(self) -> None:
+        """Frees all connections, which ends their threads, if nothing is under way."""
         _free(self._old).join(AT_EXIT)
 
     def _drop_all(self, error: MachinesError) -> dict[str, int]:
@@ -274,8 +276,6 @@ class GroupState:
 
     def why_not(self, epoch: int) -> MachinesError | None:
         """Why nothing can be issued for a step that has begun in this epoch."""
-        if issuer.is_closed:
-            return MachinesError("the interpreter ends: nothing can be sent any more")
         return self.lost or (None if epoch == self.epoch else self._left[epoch])
 
     def leave(self, epoch: int, error: BaseException, what: str = "", is_heard: bool = False) -> None:
@@ -309,8 +309,6 @@ class GroupState:
             if now - last < SLICE and self.lost is None:
                 return
             last = now
-            if issuer.is_closed:
-                raise MachinesError(f"the interpreter ends while something waits for {result.what}")
             error = self._error_for(result)
             if error is None and now - began > self.timeout + MARGIN:
                 late = TimeoutError(f"nothing has come within the group's timeout of {self.timeout:g} s")

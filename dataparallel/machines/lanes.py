@@ -28,19 +28,8 @@ from torch.futures import Future
 from dataparallel import _torch
 from dataparallel.comm import nccl
 from dataparallel.devices import CPU
-from dataparallel.forks import in_forked_child
-from dataparallel.machines.collectives import (
-    SLICE,
-    Link,
-    Staged,
-    Transfer,
-    all_gather,
-    all_reduce,
-    reduce_scatter,
-    send_sums,
-    stage,
-)
-from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed, differences, of_ranks
+from dataparallel.machines.collectives import SLICE, Link, Transfer, stage
+from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed, differences
 from dataparallel.machines.group import GroupState, Result, issuer, states
 from dataparallel.threads.pool import Outcome
 
@@ -54,25 +43,26 @@ _Pauses: TypeAlias = Iterator[bool]
 
 _given: dict[int, tuple[Any, Machines]] = {}
 """Users' groups by their ids, with their `Machines`. They are held until they are destroyed, on all ranks alike."""
-_lock = threading.Lock()
 
 
-def masks_of(end: Result) -> tuple[list[bool], list[Any]]:
-    """Waits for `Lane.end`. An entry of the mask is true if it is on any rank. Returns what each rank has said besides.
+class End(NamedTuple):
+    """The end of a pass. No rank may use a sum before `wait` returns: then all ranks have sent all of theirs."""
 
-    No rank may use a sum before this returns: then all ranks have sent all of theirs.
-    """
-    said = end.wait()
-    for key in {key for _, sent, _ in said for key in sent}:
-        if len({sent[key] for _, sent, _ in said if key in sent}) > 1:
-            error = MachinesDiffer(
-                "the ranks have not sent the same things in one order before the end of this pass, so no gradient is "
-                "used: they have run other forwards or backwards, or other parts of the model. All ranks have to run "
-                "the same calls on the same model"
-            )
-            end.state.leave(end.epoch, error)
-            raise error
-    return [any(of_ranks) for of_ranks in zip(*(mask for mask, _, _ in said), strict=True)], [e for _, _, e in said]
+    said: Result
+
+    def wait(self) -> tuple[list[bool], Any]:
+        """The bit mask, of which an entry is true if it is on any rank; and what rank 0 has said besides."""
+        said = self.said.wait()
+        for key in {key for _, sent, _ in said for key in sent}:
+            if len({sent[key] for _, sent, _ in said if key in sent}) > 1:
+                error = MachinesDiffer(
+                    "the ranks have not sent the same things in one order before the end of this pass, so no gradient "
+                    "is used: they have run other forwards or backwards, or other parts of the model. All ranks have "
+                    "to run the same calls on the same model"
+                )
+                self.said.state.leave(self.said.epoch, error)
+                raise error
+        return [any(of_ranks) for of_ranks in zip(*(mask for mask, _, _ in said), strict=True)], said[0][2]
 
 
 class _Item(NamedTuple):
@@ -124,7 +114,7 @@ class Lane:
         return self._add(kind, what, epoch, text, partial(self._launch, calls, places, after))
 
     def add_sums(
-        self, kind: str, what: Sequence[str], staged: Sequence[Staged | Result], device: torch.device, **options: Any
+        self, kind: str, what: Sequence[str], staged: Sequence[Transfer | Result], device: torch.device, **options: Any
     ) -> list[Result]:
         """Adds sums over ``over``, of what is staged or of what earlier results have received. See `launch`.
 
@@ -133,12 +123,11 @@ class Lane:
         """
         over = options.get("over") or self.machines
         is_one = over.size <= 2 or over.is_nccl(device)
-        issue = all_reduce if is_one else reduce_scatter
-        calls = [lambda link, each=each: issue(_staged(each), link) for each in staged]
-        first = self.launch(kind, what, calls, **options)
+        issue = Transfer.all_reduce if is_one else Transfer.reduce_scatter
+        first = self.launch(kind, what, [partial(_on, issue, each) for each in staged], **options)
         if is_one:
             return first
-        sums = [lambda link, each=each: send_sums(each.issued(), link) for each in first]
+        sums = [partial(_on, Transfer.send_sums, each) for each in first]
         return self.launch(kind, what, sums, **{**options, "text": None, "after": first})
 
     def call(
@@ -164,11 +153,11 @@ class Lane:
 
     def end(
         self, kind: str, mask: Sequence[bool], *, epoch: int, others: Sequence[Lane] = (), extra: Any = None
-    ) -> Result:
-        """Adds the word at the end of a pass: a bit mask, and what the pass has sent. See `masks_of`."""
+    ) -> End:
+        """Adds the word at the end of a pass: a bit mask, and what the pass has sent."""
         sent = {f"{lane.name} of {lane.machines.ranks}": lane.history for lane in (self, *others)}
         text, said = f"{len(mask)} gradients", (bytes(mask), sent, extra)
-        return self.gather(f"the end of {kind!r}", text, said, epoch=epoch, what="the end")
+        return End(self.gather(f"the end of {kind!r}", text, said, epoch=epoch, what="the end"))
 
     def _add(
         self,
@@ -402,8 +391,11 @@ class Lane:
             each.fail(error)
 
 
-def _staged(each: Staged | Result) -> Staged:
-    return each.issued().received() if isinstance(each, Result) else each
+def _on(issue: Callable[[Transfer, Link], Transfer], given: Transfer | Result, link: Link) -> Transfer:
+    """Issues a collective of what is staged, or of what another one has received."""
+    if isinstance(given, Transfer):
+        return issue(given, link)
+    return issue(given.issued() if issue is Transfer.send_sums else given.issued().send_on(), link)
 
 
 def is_of_network(error: BaseException) -> bool:
@@ -426,20 +418,15 @@ class Machines:
     @staticmethod
     def of(group: distributed.ProcessGroup) -> Machines:
         """The machines of the group: the same object each time, until the group is destroyed."""
-        with _lock:
+        with issuer.changed:
             for key, (known, _) in [*_given.items()]:
                 if not exists(known):
                     del _given[key]
             if id(group) not in _given:
-                rank = distributed.get_rank(group)
-                if rank < 0:
-                    raise ValueError(
-                        "this process is no rank of the process group: give a group to each of its ranks only"
-                    )
-                ranks = distributed.get_process_group_ranks(group)
-                backends = _backends(group)
+                ranks, backends = distributed.get_process_group_ranks(group), _backends(group)
                 timeout = _torch.group_timeout(group, torch.device(next(iter(backends)))).total_seconds()
-                state = GroupState("given", ranks, rank, backends, timeout, group.get_group_store())
+                rank, store = distributed.get_rank(group), group.get_group_store()
+                state = GroupState("given", ranks, rank, backends, timeout, store)
                 _given[id(group)] = group, Machines(state, range(len(ranks)))
             return _given[id(group)][1]
 
@@ -447,10 +434,6 @@ class Machines:
     def epoch(self) -> int:
         """A step has that in which it begins."""
         return self.state.epoch
-
-    def names(self, ranks: Iterable[int]) -> str:
-        """Ranks of these machines in words, by their global numbers."""
-        return of_ranks(self.ranks[rank] for rank in ranks)
 
     def describe(self) -> str:
         """The number of this machine, for messages."""
@@ -462,17 +445,15 @@ class Machines:
         """Makes a lane."""
         return Lane(self, purpose)
 
-    def product(self, other: Machines) -> Machines:
-        """All ranks of a mesh of which ``self`` is a row and ``other`` a column; the same object each time."""
-        key = ("product", *other.ranks)
+    def product(self, ranks: Sequence[int]) -> Machines:
+        """All ``ranks`` of a mesh of which ``self`` is a row; the same object each time."""
+        key = ("product", *ranks)
         if key not in self._made:
-            ranks = sorted({rank for row in other.all_gather_object(self.ranks) for rank in row})
             world: Any = distributed.group.WORLD
-            with _lock:
-                number = _products[tuple(ranks)] = _products.get(tuple(ranks), 0) + 1
+            with issuer.changed:
+                number = _products[key] = _products.get(key, 0) + 1
             name, place = f"product {number} {ranks}", ranks.index(distributed.get_rank())
-            mine = self.state
-            state = GroupState(name, ranks, place, mine.backends, mine.timeout, world.get_group_store())
+            state = GroupState(name, ranks, place, self.state.backends, self.state.timeout, world.get_group_store())
             self._made[key] = Machines(state, range(len(ranks)))
         return self._made[key]
 
@@ -506,7 +487,7 @@ class Machines:
         new = [each for each in dict.fromkeys(devices) if self.is_nccl(each) and each not in self._devices]
         self._devices += new
         what = [f"the communicator of {device}" for device in new]
-        calls = [partial(all_reduce, stage(self, torch.zeros(1, device=device))) for device in new]
+        calls = [stage(self, torch.zeros(1, device=device)).all_reduce for device in new]
         for result in self.words.launch("communicators", what, calls, "communicators", epoch=self.epoch):
             result.wait().item()
 
@@ -521,22 +502,17 @@ class Machines:
 
     # ---- what is sent outside of steps
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Gathers a small object that can be pickled from each rank, in rank order. The calling thread waits."""
-        found: list[Any] = self.words.gather("a word of each rank", "", value, epoch=self.epoch).wait()
-        return found
-
     def all_gather(self, tensor: Tensor) -> Tensor:
         """``[size, *shape]``: the tensors of all machines, which have one shape and dtype. All ranks call it."""
         flat = tensor.detach().contiguous().view(-1)
         staged = stage(self, flat, self.size * flat.numel())  # here, where the current stream has computed it
-        kind, calls = "an operator on sharded tensors", [partial(all_gather, staged)]
+        kind, calls = "an operator on sharded tensors", [staged.all_gather]
         text = f"{kind}\nall_gather: {flat.numel()} x {flat.dtype} on {flat.device.type}"
         gathered: Tensor = self.words.launch(kind, ["all_gather"], calls, text, epoch=self.epoch)[0].wait()
         return gathered.view(self.size, *tensor.shape)
 
 
-_products: dict[tuple[int, ...], int] = {}
+_products: dict[Any, int] = {}
 """How many products of the same ranks were made."""
 
 
@@ -557,15 +533,10 @@ def _backends(group: distributed.ProcessGroup) -> dict[str, str]:
 
 @atexit.register
 def _close_at_exit() -> None:
-    issuer.close()
-    own = [state for state in states if state.is_of_this_process]
-    for state in own:
+    for state in states:
         state.close()
-    if own:
+    issuer.close()
+    for state in states:
+        state.free()
+    if states:
         _given.clear()  # torch ends the threads of a group when nobody holds it
-
-
-@in_forked_child
-def _start_afresh_after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()

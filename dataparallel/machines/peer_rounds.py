@@ -18,7 +18,7 @@ from dataparallel import _torch
 from dataparallel.autograd.node import Node
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass
 from dataparallel.batches.structures import tensors_in
-from dataparallel.machines.collectives import all_to_all, stage
+from dataparallel.machines.collectives import stage
 from dataparallel.machines.lanes import Machines
 
 _FORWARD, _BACKWARD = "a collective across machines", "the backward of a collective across machines"
@@ -69,8 +69,8 @@ class PeerRounds:
 
         The results are ready for the current stream.
         """
-        sent = [stage(self.machines, flat, sum(receive)) for flat, receive in zip(flats, receives, strict=True)]
-        calls = [partial(all_to_all, *each) for each in zip(sent, sends, receives, strict=True)]
+        sized = zip(flats, sends, receives, strict=True)
+        calls = [partial(stage(self.machines, flat, sum(to)).all_to_all, send, to) for flat, send, to in sized]
         names = ["the values"] * len(calls)
         results = self._lane.launch(kind, names, calls, f"the values of {kind}\n{text}", epoch=epoch)
         return [result.wait() for result in results]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from dataparallel import _torch
 from dataparallel.comm.buckets import Bucket, fill_buckets, flatten, has_strides, layout_of, unflatten
 from dataparallel.comm.checks import why_not_movable
-from dataparallel.machines.collectives import broadcast, stage
+from dataparallel.machines.collectives import stage
 from dataparallel.machines.errors import as_text
 from dataparallel.machines.lanes import Lane, Machines
 
@@ -97,7 +96,7 @@ def send_values(lane: Lane, named: Mapping[str, Tensor], cap_bytes: int = CAP_BY
             with torch.no_grad(), _torch.DisableTorchFunctionSubclass():
                 is_sent = machines.rank == 0
                 flat = flatten(bucket, tensors) if is_sent else like.new_empty(bucket.numel)
-                calls, what = [partial(broadcast, stage(machines, flat))], [f"{names[group[0]]!r} and others"]
+                calls, what = [stage(machines, flat).broadcast], [f"{names[group[0]]!r} and others"]
                 (result,) = lane.launch(kind, what, calls, text, epoch=epoch)
                 received, text = result.wait(), f"{kind}\nfrom {names[group[0]]}"
                 for i, piece in zip(bucket.indices, () if is_sent else unflatten(bucket, received), strict=False):

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from dataparallel.composable import fully_shard, replicate
-from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed
+from dataparallel.machines.errors import MachinesDiffer, PeerFailed
 from machine_ranks import on_machines
 from sharded_machines import EACH_SPREAD, SPREADS, over, ranks_of, slots_of, spread
 from sharded_steps import gradients, whole
@@ -184,18 +185,24 @@ def test_units_in_another_order_are_an_error_on_each_machine():
 
 
 def another_model(rank: int, devices: list[Any], way: str) -> Any:
-    net = nn.Linear(5, 4 + (rank == 0))
-    error = raised(lambda: fully_shard(net, devices=devices, **spread(way)))
-    return type(error), str(error), isinstance(net, fully_shard._form_class)
+    """The models differ, and then an option."""
+    errors, is_first = [], rank == 0
+    for net, option in ((nn.Linear(5, 4 + is_first), True), (nn.Linear(5, 4), is_first)):
+        if way == "replicate":
+            make = functools.partial(replicate, mesh=init_device_mesh("cpu", (2,)), average=option)
+        else:
+            make = functools.partial(fully_shard, reshard_after_forward=option, **spread(way))
+        errors.append(raised(functools.partial(make, net, devices=devices)))
+        assert type(net) is nn.Linear
+    return [(type(error), str(error)) for error in errors]
 
 
-@EACH_SPREAD
-def test_models_that_differ_are_not_sharded(way):
-    ranks = SPREADS[way][0]
-    for kind, text, is_sharded in on_machines(another_model, way, ranks=ranks, slots=1, group_timeout=20):
-        assert issubclass(kind, MachinesError)
+@pytest.mark.parametrize("way", ["replicate", *SPREADS])
+def test_what_differs_is_refused_and_named_on_each_machine(way):
+    for (kind, text), (other_kind, other) in run(another_model, way):
+        assert kind is other_kind is MachinesDiffer
         assert "weight" in text
-        assert not is_sharded
+        assert ("average" if way == "replicate" else "reshard_after_forward") in other
 
 
 WRONG_OPTIONS: list[tuple[Any, dict[str, Any]]] = [

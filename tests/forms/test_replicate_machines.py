@@ -24,7 +24,6 @@ from over_machines import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel.composable import replicate
 from dataparallel.testing.steps import assert_equal
 from machine_ranks import on_machines, said
 
@@ -263,38 +262,6 @@ def test_ignored_parameters_are_not_sent() -> None:
     for name, grad in first.items():
         is_ignored = name.startswith("branch") or name == "last.bias"
         assert torch.equal(grad, second[name]) is not is_ignored, name
-
-
-def arguments(rank: int, devices: list[torch.device]) -> list[str]:
-    group = torch.distributed.group.WORLD
-    sentences = []
-    # Rank 1 alone passes something wrong: both raise, and what comes next works.
-    with pytest.raises((TypeError, RuntimeError)) as raised:
-        replicate(build(devices[0]), devices=devices, process_group=group, dim=None if rank else 0)
-    sentences.append(str(raised.value))
-    with pytest.raises(RuntimeError) as raised:
-        over_machines(build(devices[0]), devices, average=rank == 0)
-    sentences.append(str(raised.value))
-    module = nn.Linear(2, 2 + rank).to(devices[0])
-    with pytest.raises(RuntimeError) as raised:
-        over_machines(module, devices)
-    sentences.append(str(raised.value))
-    assert type(module) is nn.Linear
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    model = build(devices[0], seed=rank)
-    assert replicate(model, devices=devices, mesh=mesh) is model
-    loss_of(model(batch_of(rank, 0).to(devices[0]))).backward()
-    return sentences
-
-
-def test_wrong_arguments_are_errors_of_all_ranks() -> None:
-    first, second = on_machines(arguments)
-    assert "dim=None" in second[0]
-    assert "rank 1" in first[0]
-    assert "average" in first[1]
-    assert first[1] == second[1]
-    assert "weight" in first[2]
-    assert first[2] == second[2]
 
 
 def refused(rank: int, devices: list[torch.device]) -> dict[str, str]:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dataparallel.machines.collectives import all_gather, all_reduce, broadcast, reduce_scatter, stage
-from dataparallel.machines.lanes import masks_of
+from dataparallel.machines.collectives import stage
 from machine_ranks import all_machines, on_machines, summed
 
 
@@ -23,8 +22,8 @@ def every_collective(rank: int, devices: list[torch.device], dtype: torch.dtype)
     lane, device = machines.lane("steps"), devices[-1]
     x = torch.arange(4.0, device=device) + rank
     staged = [stage(machines, given(x, dtype), receives) for receives in (None, None, 8, 2)]
-    kinds = (all_reduce, broadcast, all_gather, reduce_scatter)
-    calls = [partial(kind, each) for kind, each in zip(kinds, staged, strict=True)]
+    kinds = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+    calls = [getattr(each, kind) for kind, each in zip(kinds, staged, strict=True)]
     launched = [lane.launch("backward", ["one"], [call], epoch=0)[0] for call in calls]
     end = lane.end("backward", [rank == 0, False, rank == 1], epoch=0)
     results = [each.wait() for each in launched]
@@ -36,7 +35,7 @@ def every_collective(rank: int, devices: list[torch.device], dtype: torch.dtype)
         [0, 1, 2, 3, 1, 2, 3, 4],
         [[1, 3], [5, 7]][rank],
     ]
-    assert masks_of(end)[0] == [True, False, True]
+    assert end.wait()[0] == [True, False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
@@ -62,7 +61,7 @@ def other_streams(rank: int, devices: list[torch.device]) -> None:
             flat = torch.ones(4, device=device) * (step + rank)
             marks.append(torch.ones(4, device=device))
             staged = [stage(machines, flat), stage(machines, flat, 8)]
-        calls = [partial(sends, partial(all_reduce, staged[0])), partial(all_gather, staged[1])]
+        calls = [partial(sends, staged[0].all_reduce), staged[1].all_gather]
         launched = [lane.launch("backward", ["one"], [call], epoch=0)[0] for call in calls]
         total, whole = (each.wait() for each in launched)
         flat.zero_()

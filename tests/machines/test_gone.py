@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from dataparallel.machines.errors import PeerGone
 from dataparallel.machines.group import Result
-from machine_ranks import all_machines, hooked, on_mortal_machines, said, summed
+from machine_ranks import all_machines, hooked, on_mortal_machines, said, summed, word
 
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
 
@@ -23,7 +23,7 @@ GROUP_TIMEOUT = 3.0
 def waits_again(rank: int, devices: list[torch.device]) -> list[str]:
     """What is raised by the first wait, by another one of the pass, by a later pass, and how long those take."""
     machines = all_machines()
-    machines.all_gather_object(0)
+    word(machines)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     lane = machines.lane("steps")
@@ -68,7 +68,7 @@ def stays_alone(rank: int, devices: list[torch.device], address: str, interface:
         os.environ.pop("GLOO_SOCKET_IFNAME", None)
     socket.gethostbyname = lambda name: address
     machines = all_machines()
-    return said(machines.all_gather_object, 1) if rank == 0 else ""
+    return said(word, machines) if rank == 0 else ""
 
 
 @pytest.mark.parametrize(

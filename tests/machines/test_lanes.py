@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import distributed
 
+from dataparallel.machines.arguments import machines_of
 from dataparallel.machines.errors import MachinesDiffer, PeerFailed
 from dataparallel.machines.group import Result
-from dataparallel.machines.lanes import Lane, Machines, masks_of
+from dataparallel.machines.lanes import Lane, Machines
+from dataparallel.machines.start import send_values
 from machine_ranks import all_machines, on_machines, summed
 
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
@@ -27,7 +29,7 @@ def a_pass(lane: Lane, *texts: str) -> list[Result]:
 def assert_works(lane: Lane) -> None:
     *sums, end = a_pass(lane)
     assert [each.wait().tolist() for each in sums] == [[lane.machines.size] * 3] * 2
-    assert masks_of(end)[0] == [True]
+    assert end.wait()[0] == [True]
 
 
 def message(results: list[Result], error: type[BaseException]) -> str:
@@ -64,7 +66,7 @@ def another_order(rank: int, devices: list[torch.device]) -> None:
         a_pass(lane, *text)[-1].wait()
     end = a_pass(lane, *("ab" if rank == 0 else "ba"))[-1]
     with pytest.raises(MachinesDiffer, match="have not sent the same things in one order"):
-        masks_of(end)
+        end.wait()
     assert_works(lane)
 
 
@@ -102,11 +104,11 @@ def fails_later(rank: int, devices: list[torch.device]) -> None:
     assert_works(lane)
     end = a_pass(lane)[-1]
     if rank == 1:
-        masks_of(end)
+        end.wait()
         machines.state.leave(machines.epoch, ValueError("in the next step"))
     else:
         time.sleep(1)
-        masks_of(end)
+        end.wait()
         assert "in the next step" in message(a_pass(lane), PeerFailed)
     assert_works(lane)
 
@@ -149,7 +151,7 @@ def two_groups(rank: int, devices: list[torch.device]) -> None:
         passes = {place: a_pass(lanes[place]) for place in places}
         for place in reversed(places):
             assert passes[place][0].wait().tolist() == [3.0] * 3
-            assert masks_of(passes[place][-1])[0] == [True]
+            assert passes[place][-1].wait()[0] == [True]
 
 
 def test_lanes_do_not_wait_for_each_other() -> None:
@@ -163,11 +165,13 @@ def parts(rank: int, devices: list[torch.device]) -> None:
             machines = Machines.of(pair)
             assert Machines.of(pair) is machines
             assert (machines.rank, machines.size, machines.ranks) == (ranks.index(rank), 2, ranks)
-            assert machines.names([0, 1]) == f"ranks {ranks[0]} and {ranks[1]}"
-            assert summed(machines.lane("x"), torch.ones(1) * rank).wait() == sum(ranks)
+            value = torch.ones(1) * rank
+            assert summed(machines.lane("x"), value.clone()).wait() == sum(ranks)
+            send_values(machines.words, {"w": value})
+            assert value == ranks[0]  # rank 0 is that of the group
         else:
-            with pytest.raises(ValueError, match="no rank of the process group"):
-                Machines.of(pair)
+            with pytest.raises(ValueError, match="is no member of the group"):
+                machines_of(pair, None)
 
 
 def test_groups_of_some_ranks() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dataparallel.machines.group import issuer
-from machine_ranks import all_machines, on_machines, said, summed
+from machine_ranks import all_machines, on_machines, said, summed, word
 from processes import environment
 
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
@@ -113,7 +113,7 @@ def forks(rank: int, devices: list[torch.device]) -> None:
     with issuer.changed:  # as another thread may hold it at a fork
         child = os.fork()
     if child == 0:
-        calls = [launched.wait, lambda: lane.end("backward", [], epoch=0), lambda: machines.all_gather_object(1)]
+        calls = [launched.wait, lambda: lane.end("backward", [], epoch=0), lambda: word(machines)]
         os._exit(sum("forked" in said(call) for call in calls))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert launched.wait().tolist() == [2]  # the parent goes on

@@ -17,10 +17,9 @@ import os
 from nogpu.cuda import libraries
 libraries.open_libraries()
 from datetime import timedelta
-from functools import partial
 import torch
 import torch.distributed as dist
-from dataparallel.machines.collectives import all_reduce, reduce_scatter, stage
+from dataparallel.machines.collectives import stage
 from dataparallel.machines.lanes import Machines
 
 rank, world = int(os.environ["TEST_RANK"]), int(os.environ["TEST_WORLD"])
@@ -40,7 +39,7 @@ if rank < 2:
     for place in (device, torch.device("cuda", rank + 4), torch.device("cpu")):
         numbers = (torch.arange(4.0) + rank) * 1j
         staged = [stage(machines, numbers.to(place, copy=True), receives) for receives in (None, 2)]
-        calls = [partial(all_reduce, staged[0]), partial(reduce_scatter, staged[1])]
+        calls = [staged[0].all_reduce, staged[1].reduce_scatter]
         results = [lane.launch("backward", ["a sum"], [call], epoch=0)[0] for call in calls]
         whole, part = (result.wait().cpu() for result in results)
         assert whole.tolist() == [1j, 3j, 5j, 7j]

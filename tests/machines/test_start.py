@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from dataparallel.machines.lanes import Machines
 from dataparallel.machines.start import compare, describe, send_values
 from machine_ranks import all_machines, on_machines, said
 
@@ -104,21 +103,6 @@ def received(rank, devices, cap_bytes):
 @pytest.mark.parametrize("cap_bytes", [100, 25 * 2**20], ids=["many buckets", "one bucket"])
 def test_all_ranks_get_the_values_of_rank_0(cap_bytes):
     assert on_machines(received, cap_bytes, ranks=3) == [[]] * 3
-
-
-def received_by_a_part(rank, devices):
-    """The first rank of the group is rank 1 of all."""
-    group = torch.distributed.new_group([1, 2])
-    value = torch.full((3,), float(rank))
-    if rank:
-        send_values(Machines.of(group).words, {"w": value})
-    torch.distributed.barrier()
-    return value.tolist()
-
-
-@IN_HOST_MEMORY
-def test_rank_0_is_that_of_the_group():
-    assert on_machines(received_by_a_part, ranks=3) == [[0.0] * 3, [1.0] * 3, [1.0] * 3]
 
 
 def refused(rank, devices):

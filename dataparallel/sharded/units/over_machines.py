@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -13,9 +12,8 @@ from torch import Tensor
 
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.machines.arguments import MachineMesh
-from dataparallel.machines.collectives import reduce_scatter, stage
-from dataparallel.machines.group import Result
-from dataparallel.machines.lanes import masks_of
+from dataparallel.machines.collectives import stage
+from dataparallel.machines.lanes import End
 from dataparallel.sharded.units.buffers import added_in
 from dataparallel.sharded.units.sharded_unit import PartialSums, ShardedUnit
 
@@ -90,7 +88,7 @@ class SumsOverMachines:
         # With NCCL all launches have one order. Slots that share a device share a thread of the engine: it might wait
         # for a gather behind a sum that it has to make itself.
         self._waits_for_end = machines.all.state.has_nccl and len({*slots}) < len(slots)
-        self._end: Result | None = None  # for each trainable parameter: has a gradient; for each unit: has a rest
+        self._end: End | None = None  # for each trainable parameter: has a gradient; for each unit: has a rest
         self._mask: list[bool] = []
         self._scattered: _UnitEntry | None = None  # the unit whose parts go over the replicate group next
 
@@ -163,7 +161,7 @@ class SumsOverMachines:
         shard, what = self._machines.shard, [f"the gradients of {entry.unit.name!r}"] * len(staged)
         if shard is None:
             return [*staged]
-        calls, lane = [partial(reduce_scatter, each) for each in staged], self._machines.lane
+        calls, lane = [each.reduce_scatter for each in staged], self._machines.lane
         return [*lane.launch(_BACKWARD, what, calls, entry.describe(), epoch=self.epoch, over=shard)]
 
     def _all_reduce(self, entry: _UnitEntry, parts: Sequence[Any]) -> list[Any]:
@@ -221,10 +219,13 @@ class SumsOverMachines:
         """Waits for all sums, and calls ``add`` with them. If a machine is gone or has failed, it never does."""
         if not self._entries:
             return
-        mask = iter(self._mask if self._end is None else self._said(self._end))
+        mask, order = (self._mask, None) if self._end is None else self._end.wait()
+        if order is not None:
+            self._known_order[:] = order
+        flags = iter(mask)
         with torch.no_grad(), streams_set(self._computing):
-            present = [[i for i in each.unit.trainable if next(mask)] for each in self._entries]
-            rests = self._sums_of_rests([each for each in self._entries if next(mask)])
+            present = [[i for i in each.unit.trainable if next(flags)] for each in self._entries]
+            rests = self._sums_of_rests([each for each in self._entries if next(flags)])
             of_entries = [[self._results(each, at, rests) for at in range(len(each.results))] for each in self._entries]
             for entry, totals in zip(self._entries, of_entries, strict=True):
                 if (hook := entry.unit.all_reduce_hook) is not None and not self._stays_partial(entry.unit):
@@ -237,13 +238,6 @@ class SumsOverMachines:
                     Event(stream).synchronize()
             for entry, of_dtypes, found in zip(self._entries, parts, present, strict=True):
                 self._set(entry.unit, of_dtypes, found, add)
-
-    def _said(self, end: Result) -> list[bool]:
-        """Waits for all masks, and learns the order of rank 0. An entry is true if it is true on any machine."""
-        mask, orders = masks_of(end)
-        if orders[0] is not None:
-            self._known_order[:] = orders[0]
-        return mask
 
     def _sums_of_rests(self, units: Sequence[_UnitEntry]) -> dict[int, list[list[Any]]]:
         """Sums the rests of these units. Returns the results by the units' numbers."""

@@ -275,7 +275,7 @@ class SourceOverMachines(PullSource):
 
     def send(self, unit: str, lane: Lane, epoch: int, ready: Mapping[torch.device, Event]) -> None:
         """Launches the all-gather. ``ready``: for each device an event after which its shards may be read."""
-        from dataparallel.machines.collectives import all_gather, stage
+        from dataparallel.machines.collectives import stage
 
         machines, owned = lane.machines, self._owned
         with self._copying(ready):
@@ -284,7 +284,7 @@ class SourceOverMachines(PullSource):
         self._launched = lane.launch(
             "gather",
             [f"the parameters of {unit!r} for {owner}" for owner in owned.owners],
-            [partial(all_gather, shard) for shard in staged],
+            [shard.all_gather for shard in staged],
             f"gather\n{len(staged)} x {owned.layout.numel} {self._dtype} of {unit!r}",
             epoch=epoch,
         )

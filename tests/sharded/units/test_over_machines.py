@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +10,9 @@ from torch import distributed, nn
 
 from dataparallel.composable import fully_shard
 from dataparallel.machines.arguments import MachineMesh
-from dataparallel.machines.collectives import reduce_scatter, stage
+from dataparallel.machines.collectives import stage
 from dataparallel.machines.errors import PeerFailed
-from dataparallel.machines.lanes import Machines, masks_of
+from dataparallel.machines.lanes import Machines
 from machine_ranks import on_machines
 from sharded_machines import spread
 
@@ -42,21 +41,21 @@ def ends(rank: int, devices: list[Any], failing: int) -> Any:
     """Four machines, two groups; one machine fails in a pass in which each group has sums."""
     rows = [distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     columns = [distributed.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    machines = MachineMesh(Machines.of(rows[rank // 2]), Machines.of(columns[rank % 2]))
+    machines = MachineMesh(Machines.of(rows[rank // 2]), Machines.of(columns[rank % 2]), range(4))
     row, column = machines.shard, machines.replicate
     assert (row.ranks, column.ranks) == ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
     outcomes = []
     lane = machines.lane
     for fails in (True, False):
         epoch, staged = machines.all.epoch, stage(row, torch.full((2,), float(rank)), 1)
-        parts = lane.launch("backward", ["x"], [partial(reduce_scatter, staged)], "x", epoch=epoch, over=row)
+        parts = lane.launch("backward", ["x"], [staged.reduce_scatter], "x", epoch=epoch, over=row)
         options = {"epoch": epoch, "over": column, "after": parts}
         (part,) = lane.add_sums("backward", ["x"], parts, torch.device("cpu"), **options)
         if fails and rank == failing:
             machines.all.state.leave(epoch, RuntimeError("broken"))
         end = lane.end("backward", [rank == 3], epoch=epoch)
         try:
-            outcomes.append((masks_of(end)[0], part.wait().tolist()))
+            outcomes.append((end.wait()[0], part.wait().tolist()))
         except PeerFailed as error:
             outcomes.append(str(error))
     return outcomes
