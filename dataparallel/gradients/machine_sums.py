@@ -45,7 +45,7 @@ class _MachinePass:
 
     def __init__(self, sums: MachineSums, contents: str) -> None:
         self.lane, self.machines, self._average, self._hook = sums.lane, sums.lane.machines, sums.average, sums.hook
-        self.epoch, self.contents = self.machines.epoch, contents
+        self.epoch, self.contents = self.machines.begin_pass(), contents
         self._hooked: list[_HookedResult] = []
 
     def launch(self, bucket: GradBucket) -> AsyncResult:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from dataparallel.autograd.pass_of_backward import PassOfBackward
 from dataparallel.forks import in_forked_child
 from dataparallel.machines.collectives import SLICE, Check, Transfer
 from dataparallel.machines.errors import (
@@ -190,6 +191,7 @@ class GroupState:
         self.epoch = self.lane_count = 0
         self.lost: MachinesError | None = None
         self.lanes: WeakMembers[Any] = WeakMembers()
+        self.passes: WeakMembers[PassOfBackward] = WeakMembers()  # that have begun over these ranks
         self._left: dict[int, MachinesError] = {}  # for each epoch that was left here the error
         self._old: list[Any] = []  # connections of former epochs
         self._losing = threading.Lock()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import pickle
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from torch import Tensor, distributed
 from torch.futures import Future
 
 from dataparallel import _torch
+from dataparallel.autograd.pass_of_backward import running_pass
 from dataparallel.comm import nccl
 from dataparallel.devices import CPU
 from dataparallel.machines.collectives import SLICE, Link, Transfer, stage
@@ -35,6 +37,9 @@ from dataparallel.threads.pool import Outcome
 
 GRACE = 2.0
 """Seconds that a communication hook has to end here after another rank has failed."""
+
+LEAVES = 1.0
+"""Seconds that a forward waits for the engine's threads to leave a backward that has failed."""
 
 _FRAME, _LENGTH = 1024, 8  # bytes of a word's first message, and of the length at its beginning
 
@@ -434,6 +439,25 @@ class Machines:
     def epoch(self) -> int:
         """A step has that in which it begins."""
         return self.state.epoch
+
+    def begin_call(self) -> int:
+        """The epoch of a forward that begins.
+
+        A backward that has raised tells the others when the engine's threads have left it, so this waits for it.
+        """
+        until = time.monotonic() + LEAVES
+        while not _torch.is_in_backward() and any(each.contents for each in self.state.passes):
+            if time.monotonic() > until:
+                break
+            time.sleep(0.001)
+        return self.epoch
+
+    def begin_pass(self) -> int:
+        """The epoch of a pass of backward that begins here."""
+        running = running_pass()
+        running.contents.setdefault(self.state, True)  # it has contents until it is over
+        self.state.passes.add(running)
+        return self.epoch
 
     def describe(self) -> str:
         """The number of this machine, for messages."""

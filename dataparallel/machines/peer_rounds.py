@@ -44,7 +44,7 @@ class PeerRounds:
 
         ``others_wait``: true if other machines would wait without collectives too for a call that has failed here.
         """
-        call, is_expected = PeerCall(self, self.machines.epoch), self._has_collectives.get(mode, False)
+        call, is_expected = PeerCall(self, self.machines.begin_call()), self._has_collectives.get(mode, False)
         try:
             yield call
             self._has_collectives[mode] = call.has_begun
@@ -81,7 +81,7 @@ class PeerRounds:
         Returns the epoch in which the pass has begun.
         """
         running = running_pass()
-        epoch: int = running.get((self, "epoch"), lambda _: self.machines.epoch)
+        epoch: int = running.get((self, "epoch"), lambda _: self.machines.begin_pass())
         if running.is_first((self, "end")):
             running.on_end(partial(self._end_backward, running, epoch))
         return epoch

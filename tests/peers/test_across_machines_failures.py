@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -21,17 +22,19 @@ class Fails(RuntimeError):
 
 
 class FailsBackward(torch.autograd.Function):
-    """The identity; its backward fails in one replica."""
+    """The identity; its backward fails in one replica, and lasts a while in the others."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
-        ctx.fails = fails
+        ctx.fails, ctx.is_here = fails, peers.index() == 1
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.fails:
+        if ctx.fails and ctx.is_here:
             raise Fails("in backward")
+        if ctx.fails:
+            time.sleep(0.1)  # a thread of the engine may still be there when `backward()` has raised
         return grad, None
 
 
@@ -47,7 +50,7 @@ class Awkward(nn.Module):
         for position, layer in enumerate(self.layers):
             if fails == f"forward {position}" and peers.index() == 1:
                 raise Fails("in forward")
-            x = torch.tanh(layer(FailsBackward.apply(x, fails == f"backward {position}" and peers.index() == 1)))
+            x = torch.tanh(layer(FailsBackward.apply(x, fails == f"backward {position}")))
             if position < 2 and collectives:
                 x = x + peers.all_reduce(x.sum(0), "mean", across_machines=True)
         return x

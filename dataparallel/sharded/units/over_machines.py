@@ -74,7 +74,7 @@ class SumsOverMachines:
         self._known_order, self._machines, self._devices, self._computing = known_order, machines, slots, computing
         self._order = [*known_order] or [*reversed(range(len(units)))]
         self._lock = threading.Lock()
-        self.epoch = machines.all.epoch
+        self.epoch = machines.all.begin_pass()
         self._entries = [
             _UnitEntry(i, unit, [[] for _ in unit.groups], [[] for _ in unit.groups])
             for i, unit in ((i, units[i]) for i in self._order)
