@@ -80,13 +80,14 @@ class PeerRounds:
 
         Returns the epoch in which the pass has begun.
         """
-        running = running_pass()
-        epoch: int = running.get((self, "epoch"), lambda _: self.machines.begin_pass())
-        if running.is_first((self, "end")):
-            running.on_end(partial(self._end_backward, running, epoch))
+        return running_pass().get(self, self._begin_backward)
+
+    def _begin_backward(self, running: PassOfBackward) -> int:
+        epoch = self.machines.begin_pass()
+        running.on_end(partial(self._end_backward, epoch))
         return epoch
 
-    def _end_backward(self, running: PassOfBackward, epoch: int, ok: bool) -> None:
+    def _end_backward(self, epoch: int, ok: bool) -> None:
         if ok:
             self.all_gather_object("the end of a backward with collectives across machines", "", None, epoch)
         else:

@@ -71,7 +71,8 @@ class SumsOverMachines:
         machines: MachineMesh,
         computing: Mapping[torch.device, torch.Stream],
     ) -> None:
-        self._known_order, self._machines, self._devices, self._computing = known_order, machines, slots, computing
+        self._known_order, self._devices, self._computing = known_order, slots, computing
+        self._machines, self._shard, self._replicate = machines, machines.shard, machines.replicate
         self._order = [*known_order] or [*reversed(range(len(units)))]
         self._lock = threading.Lock()
         self.epoch = machines.all.begin_pass()
@@ -84,7 +85,7 @@ class SumsOverMachines:
         self._arrived: list[int] = []  # numbers of units in the order in which they came
         self._is_ended = not self._entries
         # Without a shard group, sums that wait for an all-reduce are sent to no other machine.
-        self._has_others = machines.shard is not None or any(entry.unit.requires_all_reduce for entry in self._entries)
+        self._has_others = self._shard is not None or any(entry.unit.requires_all_reduce for entry in self._entries)
         # With NCCL all launches have one order. Slots that share a device share a thread of the engine: it might wait
         # for a gather behind a sum that it has to make itself.
         self._waits_for_end = machines.all.state.has_nccl and len({*slots}) < len(slots)
@@ -134,10 +135,11 @@ class SumsOverMachines:
 
     def _staged(self, entry: _UnitEntry, total: Tensor) -> Any:
         """Returns the total, staged on the current stream, or as it is if no other machine takes part."""
-        shard, replicate = self._machines.shard, self._machines.replicate
-        if shard is not None:
-            return stage(shard, total, total.numel() // shard.size, self._computing)
-        return stage(replicate, total) if replicate is not None and entry.unit.requires_all_reduce else total
+        if self._shard is not None:
+            return stage(self._shard, total, total.numel() // self._shard.size, self._computing)
+        if self._replicate is None or not entry.unit.requires_all_reduce:
+            return total
+        return stage(self._replicate, total)
 
     def _send(self, entry: _UnitEntry) -> None:
         """Launches a unit's reduce-scatter, and after it the all-reduce of the unit before.
@@ -148,7 +150,7 @@ class SumsOverMachines:
         entry.results = [self._scatter(entry, staged) for staged in entry.staged]
         self._send_scattered()
         self._scattered = entry
-        if self._machines.shard is None or self._machines.replicate is None:
+        if self._shard is None or self._replicate is None:
             self._send_scattered()
 
     def _send_scattered(self) -> None:
@@ -158,19 +160,19 @@ class SumsOverMachines:
 
     def _scatter(self, entry: _UnitEntry, staged: Sequence[Any]) -> list[Any]:
         """Launches the reduce-scatter over the shard group, for all owners together."""
-        shard, what = self._machines.shard, [f"the gradients of {entry.unit.name!r}"] * len(staged)
-        if shard is None:
+        if self._shard is None:
             return [*staged]
+        what = [f"the gradients of {entry.unit.name!r}"] * len(staged)
         calls, lane = [each.reduce_scatter for each in staged], self._machines.lane
-        return [*lane.launch(_BACKWARD, what, calls, entry.describe(), epoch=self.epoch, over=shard)]
+        return [*lane.launch(_BACKWARD, what, calls, entry.describe(), epoch=self.epoch, over=self._shard)]
 
     def _all_reduce(self, entry: _UnitEntry, parts: Sequence[Any]) -> list[Any]:
         """Launches the all-reduce over the replicate group of what `_scatter` has returned."""
-        replicate, what = self._machines.replicate, [f"the gradients of {entry.unit.name!r}"] * len(parts)
-        if replicate is None or not entry.unit.requires_all_reduce:
+        if self._replicate is None or not entry.unit.requires_all_reduce:
             return [*parts]
-        options = {"epoch": self.epoch, "over": replicate, "text": entry.describe()}
-        if self._machines.shard is not None:
+        what = [f"the gradients of {entry.unit.name!r}"] * len(parts)
+        options = {"epoch": self.epoch, "over": self._replicate, "text": entry.describe()}
+        if self._shard is not None:
             options["after"] = parts
         return [*self._machines.lane.add_sums(_BACKWARD, what, parts, self._devices[0], **options)]
 
@@ -278,7 +280,7 @@ class SumsOverMachines:
             unit.partial = PartialSums(unit.groups, unit.parameters, parts, present)
 
     def _stays_partial(self, unit: ShardedUnit) -> bool:
-        return self._machines.replicate is not None and not unit.requires_all_reduce
+        return self._replicate is not None and not unit.requires_all_reduce
 
 
 def _received(result: Any, device: torch.device) -> Tensor:
