@@ -39,7 +39,7 @@ GRACE = 2.0
 """Seconds that a communication hook has to end here after another rank has failed."""
 
 LEAVES = 1.0
-"""Seconds that a forward waits for the engine's threads to leave a backward that has failed."""
+"""Seconds that what follows waits for the engine's threads to leave a backward that has failed."""
 
 _FRAME, _LENGTH = 1024, 8  # bytes of a word's first message, and of the length at its beginning
 
@@ -441,7 +441,7 @@ class Machines:
         return self.state.epoch
 
     def begin_call(self) -> int:
-        """The epoch of a forward that begins.
+        """The epoch of what begins outside of a pass of backward: a forward, or what is sent outside of steps.
 
         A backward that has raised tells the others when the engine's threads have left it, so this waits for it.
         """
@@ -532,7 +532,7 @@ class Machines:
         staged = stage(self, flat, self.size * flat.numel())  # here, where the current stream has computed it
         kind, calls = "an operator on sharded tensors", [staged.all_gather]
         text = f"{kind}\nall_gather: {flat.numel()} x {flat.dtype} on {flat.device.type}"
-        gathered: Tensor = self.words.launch(kind, ["all_gather"], calls, text, epoch=self.epoch)[0].wait()
+        gathered: Tensor = self.words.launch(kind, ["all_gather"], calls, text, epoch=self.begin_call())[0].wait()
         return gathered.view(self.size, *tensor.shape)
 
 

@@ -69,7 +69,7 @@ def failing_together(machines: Machines) -> Iterator[None]:
 
 def compare(machines: Machines, what: str, description: Mapping[str, Any]) -> None:
     """Checks that all ranks give the same description of what is about to begin: see `errors.as_text`."""
-    machines.words.gather(f"the start of {what}", as_text(description), None, epoch=machines.epoch).wait()
+    machines.words.gather(f"the start of {what}", as_text(description), None, epoch=machines.begin_call()).wait()
 
 
 def send_values(lane: Lane, named: Mapping[str, Tensor], cap_bytes: int = CAP_BYTES) -> None:
