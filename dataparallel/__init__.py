@@ -14,10 +14,10 @@ from dataparallel._version import __version__ as __version__
 if TYPE_CHECKING:
     from dataparallel import nn as nn
     from dataparallel import peers as peers
-    from dataparallel.batches.batch_types import PerReplica as PerReplica
     from dataparallel.batches.gather import gather as gather
     from dataparallel.batches.scatter import scatter as scatter
     from dataparallel.batches.scatter import scatter_kwargs as scatter_kwargs
+    from dataparallel.batches.structures import PerReplica as PerReplica
     from dataparallel.batches.structures import whole as whole
     from dataparallel.call.parallel_apply import parallel_apply as parallel_apply
     from dataparallel.forms.data_parallel import DataParallel as DataParallel
@@ -34,14 +34,13 @@ import_on_demand(
     {
         "dataparallel.forms.data_parallel": ("DataParallel", "data_parallel"),
         "dataparallel.call.parallel_apply": ("parallel_apply",),
-        "dataparallel.batches.batch_types": ("PerReplica",),
         "dataparallel.forms.prefetch": ("prefetch",),
         "dataparallel.integrations.replacement": ("replace_torch",),
         "dataparallel.replicas.replicate": ("replicate",),
         "dataparallel.samples": ("samples",),
         "dataparallel.batches.gather": ("gather",),
         "dataparallel.batches.scatter": ("scatter", "scatter_kwargs"),
-        "dataparallel.batches.structures": ("whole",),
+        "dataparallel.batches.structures": ("PerReplica", "whole"),
         "dataparallel.tracing": ("trace",),
         "dataparallel.user_warnings": ("PerformanceWarning",),
     },

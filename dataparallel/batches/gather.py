@@ -19,9 +19,17 @@ from dataparallel import _torch
 from dataparallel.arguments import checked
 from dataparallel.autograd.functions import Gather
 from dataparallel.autograd.node import OneNode, groups_that_share
-from dataparallel.batches.batch_types import PerReplica, batch_of, container_of, path_of_key
 from dataparallel.batches.samples import check_entries, joined_samples
-from dataparallel.batches.structures import Written, leaves, tensors_in, with_leaves
+from dataparallel.batches.structures import (
+    PerReplica,
+    Written,
+    batch_of,
+    container_of,
+    leaves,
+    path_of_key,
+    tensors_in,
+    with_leaves,
+)
 from dataparallel.comm import settings
 from dataparallel.comm.checks import why_no_batch, why_not_gatherable, why_not_movable
 from dataparallel.comm.streams.held import held_together
@@ -334,7 +342,7 @@ def _joined_leaves(outputs: list[Any], path: str) -> Any:
                 "when the call has ended; let forward return the values, in a list or a tuple"
             )
     for replica, output in enumerate(outputs[1:], start=1):
-        if container_of(output) is not None or batch_of(output) is not None:
+        if container_of(output) is not None or batch_of(output) is not None or isinstance(output, Samples):
             _check_same_type(outputs, path)
             raise ValueError(f"cannot gather {path}: replica {replica} returned a {type(output).__name__}")
     # A `PerReplica` that a wrapper inside a replica returned belongs to that replica, even if all are equal.

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from dataparallel.autograd.functions import Broadcast, Collect
-from dataparallel.batches.batch_types import PerReplica, batch_of, container_of
-from dataparallel.batches.structures import leaves, tensors_in
+from dataparallel.batches.structures import PerReplica, batch_of, leaves, tensors_in, with_leaves
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.samples import Samples
 
@@ -86,15 +85,15 @@ def _on_slots(tensors: list[Tensor], slots: list[torch.device]) -> list[list[Ten
     return [[next(flat) if [tensor.device] != slots else tensor for tensor in tensors] for _ in slots]
 
 
-def _rebuilt(obj: Any, copy_of: dict[int, Tensor], device: torch.device) -> Any:
-    """Returns the structure with copies in place of its tensors. ``copy_of`` has the copies by the tensors' ids."""
-    if isinstance(obj, Tensor):
-        return copy_of[id(obj)]
-    batch = None if isinstance(obj, Samples) else batch_of(obj)
-    if batch is not None:
-        return batch.to(obj, device)
-    container = container_of(obj)
-    if container is None:
-        return obj
-    values = [_rebuilt(value, copy_of, device) for _, value in container.children(obj)]
-    return container.rebuild(obj, values)
+def _rebuilt(marked: Samples[Any], copy_of: dict[int, Tensor], device: torch.device) -> Samples[Any]:
+    """Returns the list with copies in place of its tensors. ``copy_of`` has the copies by the tensors' ids."""
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return copy_of[id(leaf)]
+        if isinstance(leaf, Samples):
+            return _rebuilt(leaf, copy_of, device)
+        batch = batch_of(leaf)
+        return leaf if batch is None else batch.to(leaf, device)
+
+    return Samples(with_leaves(list(marked), moved))

@@ -16,14 +16,17 @@ from torch.autograd.forward_ad import unpack_dual
 from dataparallel import _torch
 from dataparallel.arguments import checked
 from dataparallel.autograd.functions import Broadcast, Scatter, own_chunks
-from dataparallel.batches.batch_types import PLAIN_LEAVES, PerReplica, batch_of, container_of
 from dataparallel.batches.chunk_sizes import Split
 from dataparallel.batches.samples import SampleCopies, check_entries, joined_samples
 from dataparallel.batches.structures import (
+    PLAIN_LEAVES,
     Arguments,
     ByReference,
     CopiedContainer,
+    PerReplica,
+    batch_of,
     children_of,
+    container_of,
     is_whole,
     leaves,
     mark_whole,

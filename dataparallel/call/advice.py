@@ -30,8 +30,7 @@ class PerformanceChecks:
 
     def look_at(self, options: Any, slots: Sequence[torch.device], batch: tuple[Any, ...], is_training: bool) -> None:
         """Looks at the ``batch`` of a call that has ended well. ``options``: the form's `CallOptions`."""
-        # CPU slots and slots on one device are to try things out. The user's own stages may do anything.
-        if not run_apart(slots) or options.overridden or says_no(VARIABLE):
+        if not run_apart(slots) or says_no(VARIABLE):  # CPU slots and slots on one device are to try things out
             self.are_open = False
             return
         self._calls += 1

@@ -1,4 +1,4 @@
-"""`ReplicaMaker.run` makes a call of any form: scatter -> replicate -> parallel_apply -> gather.
+"""`run_on_slots` makes a call of any form: scatter -> replicate -> parallel_apply -> gather.
 
 Each form has its own `ReplicaMaker`. ``torch.compile`` does not trace what runs on slots.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -19,7 +19,7 @@ from torch import nn
 from dataparallel import _torch
 from dataparallel.batches.gather import Pad, gather_outputs
 from dataparallel.batches.scatter import moved, scatter_arguments
-from dataparallel.batches.structures import CopiedContainer, arguments_of_one, leaves, written_into
+from dataparallel.batches.structures import CopiedContainer, arguments_of_one, leaves, number_of_samples, written_into
 from dataparallel.call.options import CallOptions
 from dataparallel.call.parallel_apply import is_serial, run_replicas
 from dataparallel.comm.streams.ahead import HostReads
@@ -44,30 +44,19 @@ class Method(NamedTuple):
 
 
 class ReplicaMaker(ABC):
-    """Makes the calls of a form. Its replicas come from fresh copies, copies that stay, or shards. Forms subclass it.
+    """What the calls of a form need of it. Its replicas come from fresh copies, copies that stay, or shards.
 
-    ``may_use_source``: true if code of the user may write to parameters between the stages: see `Call`.
+    Attributes:
+        may_use_source: true if code of the user may write to parameters between the stages: see `Call`.
+        hands_back: true if the caller gets what replicas write into dicts and lists: see ``batches.structures``.
+        overridden: by name the stages that a user's subclass overrides.
     """
 
     may_use_source = False
+    hands_back = True
+    overridden: Mapping[str, Callable[..., Any]] = {}
     kept: KeptReplicas
     options: CallOptions
-
-    @_torch.not_traced
-    def run(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the output of ``method`` for the whole batch, on the output device. There is at least one slot."""
-        with self.spans_machines(method) as peers, Call(self, method, peers) as call:
-            output = call.stages(inputs, kwargs)
-        checks = self.options.checks
-        if checks.are_open:
-            is_training = getattr(self.source(), "training", False)  # frozen ScriptModules have no mode
-            checks.look_at(self.options, call.slots, (inputs, kwargs), is_training)
-        return output
-
-    def run_without_slots(self, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As `run`, where there is no slot: the module itself runs. ``torch.compile`` may trace this."""
-        inputs, kwargs = arguments_of_one(inputs, kwargs)
-        return self.alone(method)(*inputs, **kwargs)
 
     @abstractmethod
     def source(self) -> nn.Module:
@@ -85,6 +74,7 @@ class ReplicaMaker(ABC):
         """
 
     def alone(self, method: Method) -> Callable[..., Any]:
+        """Returns the function that runs ``method`` of the module itself."""
         return method.of_module
 
     def needs_no_replica(self) -> bool:
@@ -107,17 +97,68 @@ class ReplicaMaker(ABC):
         """Called with the output of each call that has made replicas."""
 
 
+@_torch.not_traced
+def run_on_slots(maker: ReplicaMaker, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the output of ``method`` for the whole batch, on the output device. There is at least one slot."""
+    options = maker.options
+    with maker.spans_machines(method) as peers, Call(maker, method, peers) as call:
+        with stage("scatter"):
+            if (scatter := call.overridden("scatter")) is None:
+                chunks, keywords = scatter_arguments(
+                    inputs, kwargs, call.slots, options.dim, options.split, call.reads, call.copied
+                )
+            else:
+                chunks, keywords = scatter(inputs, kwargs)
+        if not chunks and not keywords:  # a call without arguments
+            chunks, keywords = ((),), ({},)
+        slots = call.slots[: len(chunks)]
+        if len(call.slots) == 1 and maker.needs_no_replica():
+            output = call.run_alone(chunks[0], keywords[0])
+        else:
+            call.note_samples(chunks, keywords)
+            with maker.lends(slots) as lent, _InsideReplicas(maker.source(), method.name):
+                with stage("replicate"), call.copies.may_begin():  # only here copies of parameters may be late
+                    replicate = call.overridden("replicate")
+                    replicas = maker.replicas(method, lent, slots) if replicate is None else replicate(slots)
+                    call.hold(replicas)
+                with stage("parallel_apply"):
+                    if (run := call.overridden("parallel_apply")) is None:
+                        outputs = run_replicas(
+                            replicas,
+                            chunks,
+                            keywords,
+                            slots,
+                            workers=options.workers,
+                            serial=options.serial,
+                            permits=options.permits,
+                            method=method.name,
+                            machines=peers,
+                        )
+                    else:
+                        outputs = run(replicas, chunks, keywords)
+            output = call.gather(outputs)
+    if options.checks.are_open and not maker.overridden:  # the user's own stages may do anything
+        is_training = getattr(maker.source(), "training", False)  # frozen ScriptModules have no mode
+        options.checks.look_at(options, call.slots, (inputs, kwargs), is_training)
+    return output
+
+
+def run_without_slots(maker: ReplicaMaker, method: Method, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As `run_on_slots`, where there is no slot: the module itself runs. ``torch.compile`` may trace this."""
+    inputs, kwargs = arguments_of_one(inputs, kwargs)
+    return maker.alone(method)(*inputs, **kwargs)
+
+
 _of_thread = threading.local()
 """``call``: the `Call` whose overridden stage this thread runs. The stage calls the wrapper's stage by ``super()``,
 which has torch's signature, with no parameter for the call."""
 
 
 class Call:
-    """One call: a context around its `stages`. It refuses calls that cannot run, and releases memory after the stages.
+    """What one call has: a context around its stages. It refuses calls that cannot run, and releases memory after them.
 
-    When the call ends without an error, activations and copies are freed, unless the output or other code still refers
-    to them: the local variables of `stages` are gone then. If the call fails, the traceback keeps the variables alive,
-    and this object with its holds of the `ReferenceCycles`.
+    If the call fails, the traceback keeps activations and copies alive, and this object with its holds of the
+    `ReferenceCycles`.
 
     However the call ends, the host then waits until no copy reads pinned memory of the caller. The copies wait for
     nothing that the devices compute.
@@ -131,11 +172,11 @@ class Call:
         combine_scalars, pad: what the stage gather takes.
     """
 
-    def __init__(self, maker: ReplicaMaker, method: Method, peers: PeerCall | None = None) -> None:
+    def __init__(self, maker: ReplicaMaker, method: Method, peers: PeerCall | None) -> None:
         options = maker.options
-        self.maker, self.options, self.method, self.peers = maker, options, method, peers
+        self._maker, self._method, self._peers = maker, method, peers
         self.slots = [resolve(device) for device in options.slots]
-        self.output_device = resolve_output(options.output_device, self.slots)
+        self._output_device = resolve_output(options.output_device, self.slots)
         maker.check(self.slots)
         if len(self.slots) > 1:
             refuse_what_cannot_be_shared()
@@ -144,55 +185,60 @@ class Call:
         self.pad = options.pad if method.pad is None else method.pad
         self._cycles: list[ReferenceCycles] = []
         self._holds: list[Hold] = []
-        in_order = is_serial(options.serial) or maker.may_use_source or options.may_use_source
-        self._copies = LateCopies(allowed=not (_torch.note_whether_compiler_is_in_use() or in_order))
+        in_order = is_serial(options.serial) or maker.may_use_source
+        self.copies = LateCopies(allowed=not (_torch.note_whether_compiler_is_in_use() or in_order))
         self.reads = HostReads()
-        self.copied: list[CopiedContainer] | None = [] if options.hands_back else None
+        self.copied: list[CopiedContainer] | None = [] if maker.hands_back else None
 
-    def stages(self, inputs: Any, kwargs: Any) -> Any:
-        """Runs the four stages. ``inputs`` and ``kwargs`` are the batch's; scatter makes one entry per slot."""
-        options, maker, slots = self.options, self.maker, self.slots
-        with stage("scatter"):
-            overridden = self._overridden("scatter")
-            if overridden is None:
-                inputs, kwargs = scatter_arguments(
-                    inputs, kwargs, slots, options.dim, options.split, self.reads, self.copied
-                )
-            else:
-                inputs, kwargs = overridden(inputs, kwargs)
-        if not inputs and not kwargs:  # a call without arguments
-            inputs, kwargs = ((),), ({},)
-        if len(slots) == 1 and maker.needs_no_replica():
-            return self._run_alone(inputs[0], kwargs[0])
-        slots = slots[: len(inputs)]
-        self.combine_scalars = options.combines.of_chunks(inputs, kwargs, options.dim)
-        with maker.lends(slots) as lent, _InsideReplicas(maker.source(), self.method.name):
-            with stage("replicate"), self._copies.may_begin():  # only here copies of parameters may be late
-                overridden = self._overridden("replicate")
-                replicas = maker.replicas(self.method, lent, slots) if overridden is None else overridden(slots)
-                self._cycles = cycles_of(replicas)
-                self._holds = [cycles.hold("call") for cycles in self._cycles]
-            with stage("parallel_apply"):
-                overridden = self._overridden("parallel_apply")
-                if overridden is None:
-                    outputs = run_replicas(
-                        replicas,
-                        inputs,
-                        kwargs,
-                        slots,
-                        workers=options.workers,
-                        serial=options.serial,
-                        permits=options.permits,
-                        method=self.method.name,
-                        machines=self.peers,
-                    )
-                else:
-                    outputs = overridden(replicas, inputs, kwargs)
-        with stage("gather"), maker.joins([*self.slots, self.output_device]):
-            gather = partial(gather_outputs, target_device=self.output_device, dim=options.dim)
+    def overridden(self, name: str) -> Callable[..., Any] | None:
+        """Returns the stage of a subclass that overrides the engine's stage, if any. `call_of_this_thread` knows it."""
+        stage_of_user = self._maker.overridden.get(name)
+
+        def run(*args: Any) -> Any:
+            assert stage_of_user is not None
+            outer_call = getattr(_of_thread, "call", None)
+            _of_thread.call = self
+            try:
+                return stage_of_user(*args)
+            finally:
+                _of_thread.call = outer_call
+
+        return None if stage_of_user is None else run
+
+    def note_samples(self, chunks: Sequence[Any], keywords: Sequence[Any]) -> None:
+        """Counts the samples of each chunk, by which scalars are combined: before ``forward`` writes to arguments."""
+        options = self._maker.options
+        if (rule := options.combines) is not None:
+            of_slots = zip(chunks, keywords, strict=True)
+            samples = tuple(number_of_samples(arguments, options.dim) for arguments in of_slots)
+            self.combine_scalars = lambda values: rule(values, samples)
+
+    def hold(self, replicas: Sequence[Any]) -> None:
+        """Keeps what leads from replicas back to themselves until the call ends."""
+        self._cycles = cycles_of(replicas)
+        self._holds = [cycles.hold("call") for cycles in self._cycles]
+
+    def run_alone(self, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs the module itself on the only slot."""
+        (slot,), output_device, method = self.slots, self._output_device, self._maker.alone(self._method)
+
+        def run() -> Any:
+            with stage("parallel_apply"), current_device_set(slot):
+                output = method(*inputs, **kwargs)
+            return output if output_device == slot else moved(output, output_device)
+
+        output = run() if self._peers is None else Meeting(self.slots, self._peers).run_replica(0, run)
+        for entry in written_into(self.copied or ()):
+            entry.hand_back(moved(entry.values[0], output_device))
+        return output
+
+    def gather(self, outputs: Any) -> Any:
+        """Runs the stage ``gather``, and has the graph of the output keep what its backward needs."""
+        dim, written = self._maker.options.dim, written_into(self.copied or ())
+        with stage("gather"), self._maker.joins([*self.slots, self._output_device]):
+            gather = partial(gather_outputs, target_device=self._output_device, dim=dim)
             gather = partial(gather, combine=self.combine_scalars, pad=self.pad)
-            overridden, written = self._overridden("gather"), written_into(self.copied or ())
-            if overridden is None:
+            if (overridden := self.overridden("gather")) is None:
                 output = gather(outputs, written=written)
             else:
                 output = overridden(outputs)
@@ -202,38 +248,10 @@ class Call:
         # The graph of the output may need the replicas. If no tensor is found in it, nothing is noted.
         if self._cycles and (found := [leaf for _, leaf in leaves(returned, "") if isinstance(leaf, torch.Tensor)]):
             hold_by_output(self._cycles, found)
-        maker.returns(returned)
-        if self.peers is not None:
-            self.peers.expect_backward_of(returned)
+        self._maker.returns(returned)
+        if self._peers is not None:
+            self._peers.expect_backward_of(returned)
         return output
-
-    def _run_alone(self, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        (slot,), output_device, method = self.slots, self.output_device, self.maker.alone(self.method)
-
-        def run() -> Any:
-            with stage("parallel_apply"), current_device_set(slot):
-                output = method(*inputs, **kwargs)
-            return output if output_device == slot else moved(output, output_device)
-
-        output = run() if self.peers is None else Meeting(self.slots, self.peers).run_replica(0, run)
-        for entry in written_into(self.copied or ()):
-            entry.hand_back(moved(entry.values[0], output_device))
-        return output
-
-    def _overridden(self, name: str) -> Callable[..., Any] | None:
-        """Returns the stage of a subclass that overrides the engine's stage, if any. `call_of_this_thread` knows it."""
-        overridden = self.options.overridden.get(name)
-
-        def run(*args: Any) -> Any:
-            assert overridden is not None
-            outer_call = getattr(_of_thread, "call", None)
-            _of_thread.call = self
-            try:
-                return overridden(*args)
-            finally:
-                _of_thread.call = outer_call
-
-        return None if overridden is None else run
 
     def __enter__(self) -> Call:
         return self
@@ -241,7 +259,7 @@ class Call:
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         _torch.note_whether_compiler_is_in_use()  # before the next call, code may make torch forget compiled code
         try:
-            self._copies.wait_for_copies()  # first: what follows frees memory
+            self.copies.wait_for_copies()  # first: what follows frees memory
             if kind is None:
                 self._holds = []
             else:  # a failed call has no output; its holds live as long as its traceback

@@ -1,6 +1,6 @@
 """`FormOptions` are what all forms take by keyword, and `CallOptions` holds those that all calls of a form share.
 
-`ScalarRule` is ``scalars=``: how scalars that replicas return, such as a loss, become one scalar of the whole batch.
+`scalar_rule` says how scalars that replicas return, such as a loss, become one scalar of the whole batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor
 from dataparallel.arguments import checked
 from dataparallel.batches.chunk_sizes import ChunkSizes, Split
 from dataparallel.batches.gather import Pad, checked_pad
-from dataparallel.batches.structures import number_of_samples
 from dataparallel.call.advice import PerformanceChecks
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes
@@ -30,21 +29,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 ScalarRule: TypeAlias = Literal["mean", "sum"] | Callable[[Tensor, tuple[int, ...]], Tensor] | None
 """``"mean"``, ``"sum"``, or a function of the values and of the numbers of samples; ``None``: a vector, as in torch."""
-
-
-class Scalars:
-    """Combines the scalars of a call by ``rule``. Without a rule they become a vector."""
-
-    def __init__(self, rule: ScalarRule = None) -> None:
-        rule = checked_option("scalars", rule)
-        self.rule = _RULES[rule] if isinstance(rule, str) else rule
-
-    def of_chunks(self, inputs: Sequence[Any], kwargs: Sequence[Any], dim: int) -> Callable[[Tensor], Tensor] | None:
-        if self.rule is None:
-            return None
-        samples = tuple(number_of_samples(chunk, dim) for chunk in zip(inputs, kwargs, strict=True))
-        rule = self.rule
-        return lambda values: rule(values, samples)
 
 
 def _mean(values: Tensor, samples: tuple[int, ...]) -> Tensor:
@@ -63,6 +47,12 @@ def _sum(values: Tensor, samples: tuple[int, ...]) -> Tensor:
 
 
 _RULES: dict[str, Callable[[Tensor, tuple[int, ...]], Tensor]] = {"mean": _mean, "sum": _sum}
+
+
+def scalar_rule(scalars: ScalarRule) -> Callable[[Tensor, tuple[int, ...]], Tensor] | None:
+    """Returns the function that combines the scalars of a call; ``None`` if they become a vector."""
+    rule = checked_option("scalars", scalars)
+    return _RULES[rule] if isinstance(rule, str) else rule
 
 
 class FormOptions(TypedDict, total=False):
@@ -201,9 +191,6 @@ class CallOptions:
     Attributes:
         chunk_sizes, workers, serial, bucket_cap_mb, scalars, pad: as given; a sequence is a tuple here.
         permits: says how many replicas run at a time, and learns from the first calls.
-        overridden: by name the stages that a user's subclass overrides.
-        hands_back: true if the caller gets what replicas write into dicts and lists: see ``batches.structures``.
-        may_use_source: true if an overridden stage may write to parameters: see ``call.engine``.
     """
 
     assignable: ClassVar[tuple[str, ...]] = (
@@ -224,16 +211,12 @@ class CallOptions:
     pad: Pad
     split: Split
     cap_bytes: int
-    combines: Scalars
+    combines: Callable[[Tensor, tuple[int, ...]], Tensor] | None
     permits: Permits
     checks: PerformanceChecks
-    overridden: Mapping[str, Callable[..., Any]]
-    may_use_source: bool
-    hands_back: bool
 
     def __init__(self, slots: Sequence[DeviceLike], given: Mapping[str, Any]) -> None:
         vars(self).update(slots=slots, permits=Permits(), checks=PerformanceChecks())
-        vars(self).update(overridden={}, may_use_source=False, hands_back=True)
         for name in self.taken & given.keys():
             vars(self).update(self._checked(name, given[name]))
 
@@ -257,7 +240,7 @@ class CallOptions:
         if name == "bucket_cap_mb":
             return {name: value, "cap_bytes": cap_in_bytes(value)}
         if name == "scalars":
-            return {name: value, "combines": Scalars(value)}
+            return {name: value, "combines": scalar_rule(value)}
         if name == "pad":
             return {name: checked_pad(value)}
         if name == "output_device" and self.slots:

@@ -74,14 +74,34 @@ def parallel_apply(
             replicas in other threads.
     """
     workers, serial = checked("workers", workers, int, None, above=0), checked("serial", serial, bool, None)
-    return run_replicas(modules, inputs, kwargs_tup, devices, workers=workers, serial=serial)
+    arguments, keywords, slots = arguments_of_replicas(modules, inputs, kwargs_tup, devices)
+    return run_replicas(modules, arguments, keywords, slots, workers=workers, serial=serial)
 
 
-def run_replicas(
+def arguments_of_replicas(
     modules: Sequence[nn.Module],
     inputs: Sequence[Any],
     kwargs_tup: Sequence[dict[str, Any]] | None,
     devices: Sequence[DeviceLike | None] | None,
+) -> tuple[list[Sequence[Any]], Sequence[dict[str, Any]], list[torch.device]]:
+    """Returns the positional and the keyword arguments and the slot of each module, from those of `parallel_apply`."""
+    if not modules:
+        raise ValueError("parallel_apply needs at least one module; got none")
+    keywords = [{}] * len(modules) if kwargs_tup is None else list(kwargs_tup)
+    for name, found in (("inputs", inputs), ("kwargs_tup", keywords), ("devices", devices)):
+        if found is not None and len(found) != len(modules):
+            raise ValueError(f"got {len(modules)} modules but {len(found)} {name}; pass one for each module")
+    arguments = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
+    if devices is None or any(device is None for device in devices):
+        devices = _devices_of(arguments, keywords, devices or [None] * len(modules))
+    return arguments, keywords, resolve_slots(None, cast("Sequence[DeviceLike]", devices))
+
+
+def run_replicas(
+    modules: Sequence[Any],
+    arguments: Sequence[Sequence[Any]],
+    keywords: Sequence[dict[str, Any]],
+    slots: Sequence[torch.device],
     *,
     workers: int | None = None,
     serial: bool | None = None,
@@ -89,23 +109,13 @@ def run_replicas(
     method: str = CALL,
     machines: Any = None,
 ) -> list[Any]:
-    """`parallel_apply`, for wrappers.
+    """`parallel_apply` for the forms.
 
     Args:
         permits: says how many replicas run at the same time, unless ``workers`` says so or only one can.
         method: the name of the method that is called; `CALL` is the module itself, with its hooks.
         machines: the ``machines.peer_rounds.PeerCall`` of a form that spans machines: replicas meet through it.
     """
-    if not modules:
-        raise ValueError("parallel_apply needs at least one module; got none")
-    keywords = [{}] * len(modules) if kwargs_tup is None else list(kwargs_tup)
-    for name, found in (("inputs", inputs), ("kwargs_tup", keywords), ("devices", devices)):
-        if found is not None and len(found) != len(modules):
-            raise ValueError(f"got {len(modules)} modules but {len(found)} {name}; pass one for each module")
-    if devices is None or any(device is None for device in devices):
-        devices = _devices_of(inputs, keywords, devices or [None] * len(modules))
-    slots = resolve_slots(None, cast("Sequence[DeviceLike]", devices))
-    arguments = [args if isinstance(args, (tuple, list)) else (args,) for args in inputs]
     calls: list[Callable[[], Any]] = [
         partial(_callable_of(module, method), *args, **kwargs)
         for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
@@ -116,8 +126,9 @@ def run_replicas(
     calls = [*in_ranges(calls, slots)]
     state = CallerState(slots)
     at_once, groups = (1, None) if meeting.is_serial else _permits_and_groups(modules[0], slots, state, workers)
+    worker_tasks = [partial(state.run_in_worker, slot, call) for slot, call in enumerate(calls)]
     if at_once == 1:
-        tasks, worker_tasks = (_tasks(run, calls) for run in (state.run_here, state.run_in_worker))
+        tasks = [partial(state.run_here, slot, call) for slot, call in enumerate(calls)]
         meeting.scheduler = SerialTasks(tasks, worker_tasks, slots)
         outcomes = meeting.scheduler.run_tasks()
     else:
@@ -132,8 +143,8 @@ def run_replicas(
             call = permits.begin_call(kind, training, at_once, current_streams(slots), has_compiled)
             divisor = min(cores(), permits.largest if has_compiled else at_once)
         number, stall_timeout = (at_once, None) if call is None else (call.number, call.stall_timeout)
-        tasks, turns = _tasks(state.run_in_worker, calls), compile_lock.turns
-        meeting.scheduler = gang = Gang(tasks, number, groups, stall_timeout, slots)
+        turns = compile_lock.turns
+        meeting.scheduler = gang = Gang(worker_tasks, number, groups, stall_timeout, slots)
         with state.intra_op_threads_divided(divisor):
             outcomes = gang.run_tasks()
         # A call in which somebody compiled takes longer than the next one will.
@@ -152,17 +163,11 @@ def is_serial(serial: bool | None) -> bool:
     return bool(os.environ.get(SERIAL_VARIABLE)) and not says_no(SERIAL_VARIABLE)
 
 
-def _tasks(run: Callable[[int, Callable[[], Any]], Any], calls: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    return [partial(run, slot, call) for slot, call in enumerate(calls)]
-
-
 def _callable_of(module: Any, method: str) -> Callable[..., Any]:
     """Returns the module or its method. A compiled ``forward`` is called through the module, which has no hooks."""
-    if method == CALL or (method == "forward" and module._compiled_call_impl is not None):
-        result: Callable[..., Any] = module
-    else:
-        result = getattr(module, method)
-    return result
+    is_itself = method == CALL or (method == "forward" and module._compiled_call_impl is not None)
+    called: Callable[..., Any] = module if is_itself else getattr(module, method)
+    return called
 
 
 def _size_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
@@ -177,10 +182,10 @@ def _size_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
 
 
 def _devices_of(
-    inputs: Sequence[Any], keywords: Sequence[dict[str, Any]], given: Sequence[DeviceLike | None]
+    arguments: Sequence[Any], keywords: Sequence[dict[str, Any]], given: Sequence[DeviceLike | None]
 ) -> list[DeviceLike]:
     found: list[DeviceLike | None] = []
-    for args, kwargs, device in zip(inputs, keywords, given, strict=True):
+    for args, kwargs, device in zip(arguments, keywords, given, strict=True):
         tensor = next(tensors_in((args, kwargs)), None) if device is None else None
         found.append(device if tensor is None else tensor.device)
     known = next((resolve(device) for device in found if device is not None), None)

@@ -15,9 +15,9 @@ from dataparallel.arguments import checked
 from dataparallel.batches.gather import gather_outputs
 from dataparallel.batches.scatter import scatter_arguments
 from dataparallel.call.advice import PerformanceChecks
-from dataparallel.call.engine import Method, ReplicaMaker, call_of_this_thread
+from dataparallel.call.engine import Method, ReplicaMaker, call_of_this_thread, run_on_slots, run_without_slots
 from dataparallel.call.options import CallOptions, FormOptions, checked_option, completed, described, takes
-from dataparallel.call.parallel_apply import CALL, run_replicas
+from dataparallel.call.parallel_apply import CALL, arguments_of_replicas, run_replicas
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
 from dataparallel.forms.kept_tensors import KeptTensors
@@ -208,9 +208,10 @@ class DataParallel(nn.DataParallel[M]):
             ValueError: inputs cannot be split or outputs cannot be joined; the message names the place.
             Exception: a replica raised it.
         """
-        maker = _Maker(self)
-        run = maker.run if self.device_ids else maker.run_without_slots
-        return run(Method(CALL, self.module), inputs, kwargs)
+        maker, method = _Maker(self), Method(CALL, self.module)
+        if not self.device_ids:
+            return run_without_slots(maker, method, inputs, kwargs)
+        return run_on_slots(maker, method, inputs, kwargs)
 
     def replicate(self, module: M, device_ids: Sequence[DeviceLike]) -> list[M]:
         """The stage `dataparallel.replicate`; override it to make replicas in another way.
@@ -241,16 +242,9 @@ class DataParallel(nn.DataParallel[M]):
 
     def parallel_apply(self, replicas: Sequence[M], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """The stage `dataparallel.parallel_apply`; override it to run replicas in another way."""
-        own = own_options(self)
-        return run_replicas(
-            replicas,
-            inputs,
-            kwargs,
-            self.device_ids[: len(replicas)],
-            workers=own.workers,
-            serial=own.serial,
-            permits=own.permits,
-        )
+        own, slots = own_options(self), self.device_ids[: len(replicas)]
+        arguments = arguments_of_replicas(replicas, inputs, kwargs, slots)
+        return run_replicas(replicas, *arguments, workers=own.workers, serial=own.serial, permits=own.permits)
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
         """The stage `dataparallel.gather`; override it to join outputs in another way."""
@@ -300,21 +294,11 @@ def is_own_stage(method: Any) -> bool:
     return is_own is not None and is_own()
 
 
-def options_of_call(wrapper: DataParallel[Any]) -> CallOptions:
+def options_of_call(wrapper: DataParallel[Any]) -> WrapperOptions:
+    """Returns `own_options` with the attributes of the wrapper that a call reads, which may have been assigned."""
     own = own_options(wrapper)
-    if not wrapper.device_ids:
-        return own  # the compiler may trace the call
-    overridden = {name for name in _STAGES if not is_own_stage(getattr(wrapper, name))}
-    options = CallOptions.__new__(CallOptions)
-    vars(options).update(
-        vars(own),
-        output_device=wrapper.output_device,
-        dim=checked_option("dim", wrapper.dim),
-        overridden=_stages(wrapper) if overridden else {},
-        may_use_source=bool(overridden - {"scatter"}),
-        hands_back=not wrapper._dataparallel_as_torch,
-    )
-    return options
+    vars(own).update(output_device=wrapper.output_device, dim=checked_option("dim", wrapper.dim))
+    return own
 
 
 def _stages(wrapper: DataParallel[Any]) -> dict[str, Callable[..., Any]]:
@@ -344,8 +328,11 @@ class _Maker(ReplicaMaker):
     """Makes the replicas of a wrapper. They get new tensors in each call that records a graph, unless they stay."""
 
     def __init__(self, wrapper: DataParallel[Any]) -> None:
-        self._wrapper, own, self.options = wrapper, own_options(wrapper), options_of_call(wrapper)
-        self.kept, self._compiled = own.kept, own.compiled
+        self._wrapper, own = wrapper, options_of_call(wrapper)
+        self.options, self.kept, self._compiled = own, own.kept, own.compiled
+        self.hands_back = not wrapper._dataparallel_as_torch
+        if wrapper.device_ids and (names := [n for n in _STAGES if not is_own_stage(getattr(wrapper, n))]):
+            self.overridden, self.may_use_source = _stages(wrapper), names != ["scatter"]
 
     def source(self) -> nn.Module:
         return self._wrapper.module

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from dataparallel import _torch
 from dataparallel.arguments import checked
 from dataparallel.batches.gather import Pad, checked_pad
-from dataparallel.call.engine import Method, ReplicaMaker
+from dataparallel.call.engine import Method, ReplicaMaker, run_on_slots, run_without_slots
 from dataparallel.call.options import CallOptions
 from dataparallel.devices import resolve_slots
 from dataparallel.replicas.build import bare_module, give_attributes
@@ -49,45 +49,37 @@ class StandIns:
     So two bound methods that were made one after the other are equal while the first is held, as with any method:
     transformers, accelerate and Lightning compare them, look for ``__func__``, and read ``inspect.signature``.
 
-    Args:
-        make: makes a stand-in from a function. The stand-in keeps it alive through ``__wrapped__`` or a closure.
-        is_traced: False if ``torch.compile`` finds nothing to compile in stand-ins and below. A compiled function then
-            calls them between its graphs, and the compiler would look through each function on the way to the stages.
+    ``make``: makes a stand-in from a function, which the stand-in keeps alive, by one ``def``.
     """
 
-    def __init__(self, make: Callable[[Any], FunctionType], is_traced: bool = True) -> None:
-        self._make, self._is_traced = make, is_traced
-        # The keys are ids of functions. A stand-in keeps its function alive, so nothing else gets the id meanwhile.
-        self._made: weakref.WeakValueDictionary[int, FunctionType] = weakref.WeakValueDictionary()
+    def __init__(self, make: Callable[[Any], FunctionType]) -> None:
+        self._make = make
+        # The keys have ids of functions. A stand-in keeps its function alive, so nothing else gets the id meanwhile.
+        self._made: weakref.WeakValueDictionary[tuple[int, bool], FunctionType] = weakref.WeakValueDictionary()
         self._last: FunctionType | None = None  # held, as a model is called again and again
+        # All that ``make`` makes share one code, and `_torch.leave_alone` marks the code. So this is a marked copy.
+        template = make(lambda: None)
+        template.__code__ = template.__code__.replace()
+        self._code_left_alone = _torch.leave_alone(template).__code__
 
-    def of(self, function: Any) -> FunctionType:
-        """Returns the stand-in for ``function``. Of several threads that ask first at once, each may get its own."""
-        made = self._made.get(id(function)) or self._made.setdefault(id(function), self._new(function))
+    def new(self, function: Any, is_traced: bool) -> FunctionType:
+        """Returns a stand-in for ``function``.
+
+        ``is_traced``: False if ``torch.compile`` finds nothing to compile in stand-ins and below. A compiled function
+        then calls them between its graphs, and the compiler would look through each function on the way to the stages.
+        """
+        made = self._make(function)
+        if not is_traced:
+            made.__code__ = self._code_left_alone
+        return made
+
+    def of(self, function: Any, is_traced: bool) -> FunctionType:
+        """As `new`, the same one as before. Of several threads that ask first at once, each may get its own."""
+        key = id(function), is_traced
+        made = self._made.get(key) or self._made.setdefault(key, self.new(function, is_traced))
         if getattr(function, "__closure__", None) is None:  # else it would keep other objects alive
             self._last = made
         return made
-
-    def _new(self, function: Any) -> FunctionType:
-        made = self._make(function)
-        return made if self._is_traced else left_alone(made)
-
-
-def left_alone(function: F) -> F:
-    """Marks this function with `_torch.leave_alone`, but not other functions that the same ``def`` has made.
-
-    The mark is on the code, which they share. So all functions of the ``def`` that get the mark share a copy of it.
-    """
-    code = cast(FunctionType, function).__code__
-    marked = _marked.get(code)
-    if marked is None:
-        marked = _marked.setdefault(code, code.replace())
-    cast(FunctionType, function).__code__ = marked
-    return _torch.leave_alone(function)
-
-
-_marked: dict[CodeType, CodeType] = {}
-"""For each code that `left_alone` has seen, its copy with the mark. There is one for each ``def``, so there are few."""
 
 
 class _ShowsForwardOfModule:
@@ -96,8 +88,7 @@ class _ShowsForwardOfModule:
     def __init__(self, function: FunctionType) -> None:
         self.__doc__ = function.__doc__
         self._function = function
-        self._stand_ins = {is_traced: StandIns(self._make_stand_in, is_traced) for is_traced in (True, False)}
-        self._left_alone = left_alone(self._make_copy())
+        self._stand_ins = StandIns(self._make_stand_in)
 
     @_torch.leave_alone
     def __get__(self, wrapper: Any, cls: type | None = None) -> Any:
@@ -105,27 +96,23 @@ class _ShowsForwardOfModule:
             return self._function
         if torch.compiler.is_dynamo_compiling():  # the compiler does not read the signature
             return functools.partial(self._function, wrapper)
-        module = vars(wrapper).get("_modules", {}).get("module")
-        original = getattr(module, "forward", None)
+        original = getattr(vars(wrapper).get("_modules", {}).get("module"), "forward", None)
+        if isinstance(original, _torch.ScriptMethod) and not hasattr(original, "__wrapped__"):
+            original = None  # what `torch.jit.trace` makes has no signature
         is_traced = not wrapper.device_ids
         if isinstance(original, MethodType):
-            return MethodType(self._stand_ins[is_traced].of(original.__func__), wrapper)
-        bound = MethodType(self._function if is_traced else self._left_alone, wrapper)
-        if original is None or (isinstance(original, _torch.ScriptMethod) and not hasattr(original, "__wrapped__")):
-            return bound  # what `torch.jit.trace` makes has no signature
-        return _give_signature(functools.partial(bound), original)
+            return MethodType(self._stand_ins.of(original.__func__, is_traced), wrapper)
+        bound = MethodType(self._stand_ins.of(self._function, is_traced), wrapper)
+        return bound if original is None else _give_signature(functools.partial(bound), original)
 
     def _make_stand_in(self, original: Any) -> FunctionType:
-        return _give_signature(self._make_copy(), original)
-
-    def _make_copy(self) -> FunctionType:
         function = self._function
 
+        @functools.wraps(function)
         def forward(wrapper: Any, /, *inputs: Any, **kwargs: Any) -> Any:
             return function(wrapper, *inputs, **kwargs)
 
-        functools.update_wrapper(forward, function)
-        return cast(FunctionType, forward)
+        return cast(FunctionType, _give_signature(forward, original))
 
 
 def _give_signature(function: F, original: Any) -> F:
@@ -342,7 +329,7 @@ class SlotsMethod:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._functions = {is_traced: StandIns(self._make_splitting, is_traced) for is_traced in (True, False)}
+        self._stand_ins = StandIns(self._make_splitting)
 
     @_torch.leave_alone
     def __get__(self, module: Any, cls: type) -> Any:
@@ -351,7 +338,7 @@ class SlotsMethod:
                 return self  # the class is no module's
             original_cls = original_class(cls)
             if isinstance(inspect.getattr_static(original_cls, self._name), FunctionType):
-                return self._functions[True].of(getattr(original_cls, self._name))
+                return self._stand_ins.of(getattr(original_cls, self._name), True)
             return getattr(original_cls, self._name)  # for example a static method, which takes no module
         original, state = original_attribute(module, self._name), state_of(module)
         if self._name not in state.methods:
@@ -361,16 +348,13 @@ class SlotsMethod:
         # In a replica, and without slots, the method itself runs, and the compiler may compile it.
         is_traced = not state.slots or UNIT_MODULE in vars(module)
         if isinstance(original, MethodType) and original.__self__ is module:
-            return MethodType(self._functions[is_traced].of(original.__func__), module)
+            return MethodType(self._stand_ins.of(original.__func__, is_traced), module)
 
-        # A lambda on the instance, a partial, a method of another object: all are called without the module.
-        @functools.wraps(original)
-        def on_slots(*args: Any, **kwargs: Any) -> Any:
-            # The user may have stored this function, or a wrapper around it, on the module. Then replicas hold it too,
-            # and there `module` and `original` are the replica's.
-            return self._call(module, original, *args, **kwargs)
-
-        return on_slots if is_traced else left_alone(on_slots)
+        # A lambda on the instance, a partial, a method of another object: all are called without the module. The user
+        # may store what is returned, or a wrapper around it, on the module. Then replicas hold it too, and there
+        # `module` and `original` are the replica's.
+        on_slots = self._stand_ins.new(lambda _, *args, **kwargs: original(*args, **kwargs), is_traced)
+        return functools.update_wrapper(functools.partial(on_slots, module), original)
 
     def __set__(self, module: Any, value: Any) -> None:
         vars(module)[self._name] = value
@@ -381,10 +365,10 @@ class SlotsMethod:
         del vars(module)[self._name]
 
     def _make_splitting(self, method: Any) -> FunctionType:
+        @functools.wraps(method)
         def on_slots(module: Any, /, *args: Any, **kwargs: Any) -> Any:
             return self._call(module, functools.partial(method, module), *args, **kwargs)
 
-        functools.update_wrapper(on_slots, method)
         return cast(FunctionType, on_slots)
 
     def _call(self, module: Any, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -402,8 +386,10 @@ class SlotsMethod:
             is_outermost = unit.is_root and not unit.is_running and self._name == "forward"
             compiled = module._compiled_call_impl if is_outermost else None
             return unit.run(compiled or original, *args, **kwargs)
-        run = state.run if state.slots else state.run_without_slots
-        return run(Method(self._name, original, state.methods[self._name]), args, kwargs)
+        method = Method(self._name, original, state.methods[self._name])
+        if not state.slots:
+            return run_without_slots(state, method, args, kwargs)
+        return run_on_slots(state, method, args, kwargs)
 
 
 def register_forward_method(module: nn.Module, name: str, *, pad: Pad = None) -> None:

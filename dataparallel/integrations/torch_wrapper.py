@@ -21,8 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dataparallel.batches.batch_types import PLAIN_LEAVES, PerReplica, container_of, is_registered, is_written_to
-from dataparallel.batches.structures import Arguments, ByReference, is_whole, leaves, with_leaves
+from dataparallel.batches.structures import (
+    PLAIN_LEAVES,
+    Arguments,
+    ByReference,
+    PerReplica,
+    container_of,
+    is_registered,
+    is_whole,
+    is_written_to,
+    leaves,
+    with_leaves,
+)
 from dataparallel.comm.checks import near_equal_sizes
 from dataparallel.devices import DeviceLike
 from dataparallel.forms import data_parallel as wrappers

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.arguments import checked
-from dataparallel.call.options import ScalarRule, Scalars
+from dataparallel.call.options import ScalarRule, scalar_rule
 from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.forms.data_parallel import DataParallel, own_options
 from dataparallel.forms.fully_shard import fully_shard
@@ -65,7 +65,7 @@ class OnSlots(_Trainer):
         **kwargs: Any,
     ) -> None:
         checked("form", form, *NAMES, None)
-        self._scalars = Scalars(scalars).rule
+        self._scalars = scalar_rule(scalars)
         self._form, self._wrapper = form or "replicate", None
         if isinstance(model, (DataParallel, ManagedModule)):
             is_wrapper = isinstance(model, DataParallel)
@@ -74,7 +74,7 @@ class OnSlots(_Trainer):
             is_same = (
                 form in (None, has_form)
                 and (devices is None or resolve_slots(devices) == resolve_slots(options.slots or None))
-                and (scalars is None or self._scalars == Scalars(options.scalars).rule)
+                and (scalars is None or self._scalars == scalar_rule(options.scalars))
             )
             if not is_same:
                 raise ValueError(

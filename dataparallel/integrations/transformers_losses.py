@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-from dataparallel.batches.batch_types import register_batch
-from dataparallel.batches.structures import number_of_samples
+from dataparallel.batches.structures import number_of_samples, register_batch
 from dataparallel.replicas.plan import original_class
 from dataparallel.user_warnings import warn_user
 

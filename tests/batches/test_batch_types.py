@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from dataparallel import gather, scatter
 from dataparallel.batch_types import register_batch, register_container
-from dataparallel.batches import batch_types
+from dataparallel.batches import structures
 
 
 def samples(count: int = 6) -> Tensor:
@@ -175,7 +175,7 @@ class Mine:
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes back what a test registers: registrations have no public end."""
     for name in ("_containers", "_batches"):
-        monkeypatch.setattr(batch_types, name, dict(getattr(batch_types, name)))
+        monkeypatch.setattr(structures, name, dict(getattr(structures, name)))
 
 
 @pytest.mark.usefixtures("own_registry")

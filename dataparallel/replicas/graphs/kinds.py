@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel.batches.batch_types import batch_of, container_of
-from dataparallel.batches.structures import children_of
+from dataparallel.batches.structures import batch_of, children_of, container_of
 from dataparallel.comm.buckets import PLAIN_TYPES, has_strides
 from dataparallel.replicas.compiled.calls import CALL, CompiledCall, compiled_call
 from dataparallel.replicas.plan import FORM_ATTRIBUTE, UNIT_MODULE, instance_slots

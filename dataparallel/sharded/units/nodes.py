@@ -18,8 +18,7 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.autograd.node import Node, OneNode, run_first
 from dataparallel.autograd.pass_of_backward import running_pass
-from dataparallel.batches.batch_types import container_of
-from dataparallel.batches.structures import Written, children_of, entries_of, tensors_in
+from dataparallel.batches.structures import Written, children_of, container_of, entries_of, tensors_in
 from dataparallel.comm.kinds import alias
 from dataparallel.comm.streams.current import memory_of
 from dataparallel.replica_parameter import ReplicaParameter

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import is_tensor_like
 
 from dataparallel import _torch
-from dataparallel.batches.batch_types import container_of
-from dataparallel.batches.structures import children_of, leaves
+from dataparallel.batches.structures import children_of, container_of, leaves
 from dataparallel.devices import DeviceLike
 from dataparallel.testing.sharding.targets import Target, target_of
 
