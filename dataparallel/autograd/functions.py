@@ -174,11 +174,9 @@ class Scatter(Node):
         ctx: Any, devices: Sequence[DeviceLike], chunk_sizes: Sequence[int] | None, dim: int, tensor: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        chunks = comm.scatter(tensor, devices, chunk_sizes, dim)
-        slots = [chunk.device for chunk in chunks]
-        chunks = own_chunks(chunks, slots, tensor.device)
+        chunks = Scatter.unrecorded(devices, chunk_sizes, dim, tensor)
         ctx.source_device, ctx.dim, ctx.settings = tensor.device, dim, settings.current()
-        note_forward_streams(ctx, [tensor.device], slots)
+        note_forward_streams(ctx, [tensor.device], [chunk.device for chunk in chunks])
         ctx.chunks = [(chunk.shape, chunk.dtype, chunk.device) for chunk in chunks]
         return chunks
 
@@ -196,6 +194,14 @@ class Scatter(Node):
             if torch.is_grad_enabled():
                 return None, None, None, Gather.apply(ctx.source_device, ctx.dim, *present)
             return None, None, None, comm.gather(present, ctx.dim, ctx.source_device)
+
+    @staticmethod
+    def unrecorded(
+        devices: Sequence[DeviceLike], chunk_sizes: Sequence[int] | None, dim: int, tensor: Tensor
+    ) -> tuple[Tensor, ...]:
+        """`apply` where no graph is recorded: a node takes longer than the copies of a small tensor."""
+        chunks = comm.scatter(tensor, devices, chunk_sizes, dim)
+        return own_chunks(chunks, [chunk.device for chunk in chunks], tensor.device)
 
 
 class Gather(Node):

@@ -269,25 +269,28 @@ def _joined(outputs: list[Any], joins: _Joins, path: str, above: tuple[int, ...]
 
 
 def _joined_tensors(outputs: list[Any], joins: _Joins, path: str) -> Tensor:
-    dim = joins.dim
+    dim, (at, first) = joins.dim, next((i, found) for i, found in enumerate(outputs) if isinstance(found, Tensor))
+    have_dims = any(isinstance(output, Tensor) and output.dim() > 0 for output in outputs)
+    problem: str | None
     for replica, output in enumerate(outputs):
         if not isinstance(output, Tensor):
-            other = next(i for i, found in enumerate(outputs) if isinstance(found, Tensor))
-            raise ValueError(
-                f"cannot gather {path}: replica {other} returned a tensor, replica {replica} returned "
-                f"{type(output).__name__}{_SOME_HAVE}"
+            kind = type(output).__name__
+            problem = f"replica {at} returned a tensor, replica {replica} returned {kind}{_SOME_HAVE}"
+        elif why := why_not_movable(output):
+            problem = f"the tensor of replica {replica} {why}"
+        elif (output.layout, output.is_nested) != (first.layout, first.is_nested):
+            layouts = f"a tensor of layout {first.layout}, replica {replica} one of layout {output.layout}"
+            problem = f"replica {at} returned {layouts}"
+        elif why := why_no_batch(output):
+            problem = (
+                f"{why}; return a strided or a sparse COO tensor, dataparallel.samples(list) of its entries, or a "
+                "class of your own for which dataparallel.batch_types.register_batch says how"
             )
-        problem = why_not_movable(output)
-        if problem:
-            raise ValueError(f"cannot gather {path}: the tensor of replica {replica} {problem}")
-    _check_layouts(outputs, dim, path)
-    if any(output.dim() > 0 for output in outputs):
-        for replica, output in enumerate(outputs):
-            if not -output.dim() <= dim < output.dim():
-                raise ValueError(
-                    f"cannot gather {path}: replica {replica} returned shape {tuple(output.shape)}, "
-                    f"which has no dimension {dim}"
-                )
+        elif have_dims and not -output.dim() <= dim < output.dim():
+            problem = f"replica {replica} returned shape {tuple(output.shape)}, which has no dimension {dim}"
+        else:
+            continue
+        raise ValueError(f"cannot gather {path}: {problem}")
     outputs = [joins.of_one_node.get(id(output), output) for output in outputs]
     if joins.pad_value is not None:
         outputs = filled(outputs, dim, joins.pad_value, path)
@@ -312,22 +315,6 @@ def _turned(outputs: list[Tensor], dim: int) -> str:
         f"along dimension {dim}, or dataparallel.samples([tensor]), which gives a list with one entry for each "
         "replica. If forward is not yours, do so in the forward of a module around it, or leave this output out there"
     )
-
-
-def _check_layouts(outputs: list[Tensor], dim: int, path: str) -> None:
-    first = outputs[0]
-    for replica, output in enumerate(outputs):
-        if output.layout != first.layout or output.is_nested != first.is_nested:
-            raise ValueError(
-                f"cannot gather {path}: replica 0 returned a tensor of layout {first.layout}, "
-                f"replica {replica} one of layout {output.layout}"
-            )
-    problem = why_no_batch(first)
-    if problem:
-        raise ValueError(
-            f"cannot gather {path}: {problem}; return a strided or a sparse COO tensor, dataparallel.samples(list) of "
-            "its entries, or a class of your own for which dataparallel.batch_types.register_batch says how"
-        )
 
 
 def _joined_leaves(outputs: list[Any], path: str) -> Any:

@@ -38,7 +38,6 @@ from dataparallel.comm.buckets import SMALL_BYTES, travels_flat
 from dataparallel.comm.checks import why_no_batch, why_not_movable
 from dataparallel.comm.streams.ahead import HostReads, copied_at_once, take_sent_chunks
 from dataparallel.comm.streams.held import held_together
-from dataparallel.comm.transport import Transport
 from dataparallel.devices import CPU, DeviceLike, resolve_slots
 from dataparallel.samples import Samples
 from dataparallel.user_warnings import warn_once
@@ -136,13 +135,11 @@ def _scatter(
     replicas = number_of_replicas(found, size, sizes, len(slots))
     if replicas > 1:
         check_shared(inputs, found, size, dim, replicas)
-    marked = [leaf for _, leaf in found if isinstance(leaf, Samples)]
-    splitter = _Splitter(slots[:replicas], sizes, dim, marked, copied)
-    tensors = {id(leaf): leaf for _, leaf in found if isinstance(leaf, Tensor)}.values()
-    parts = ((tensor, splitter.sizes_of(tensor)) for tensor in tensors)
+    splitter = _Splitter(slots[:replicas], sizes, dim, [leaf for _, leaf in found], copied)
+    parts = ((tensor, splitter.sizes_of(tensor)) for tensor in splitter.tensors)
     # The settings are read once, not for each tensor, and memory is held for peers once.
     with settings.held(settings.current()), held_together(), copied_at_once(parts, splitter.slots, dim, reads):
-        splitter.send_small(tensors)
+        splitter.send_small()
         return splitter.split(inputs)
 
 
@@ -215,14 +212,14 @@ class _Splitter:
         slots: list[torch.device],
         sizes: list[int] | None,
         dim: int,
-        marked: Sequence[Samples[Any]],
+        found: Sequence[Any],
         copied: list[CopiedContainer] | None,
     ) -> None:
-        self.slots, self.sizes, self.dim, self.marked, self.copied = slots, sizes, dim, marked, copied
-        # Chosen once for each device: the choice reads settings, which may be in the environment.
-        self.transports: dict[torch.device, Transport] = {}
-        self.keywords: Any = None  # no code outside of a replica's call has the dict of its keyword arguments
+        self.slots, self.sizes, self.dim, self.copied = slots, sizes, dim, copied
+        self.tensors = {id(leaf): leaf for leaf in found if isinstance(leaf, Tensor)}.values()
+        self.marked = [leaf for leaf in found if isinstance(leaf, Samples)]
         self.samples: SampleCopies | None = None
+        self.keywords: Any = None  # no code outside of a replica's call has the dict of its keyword arguments
         # What is in two places becomes one chunk in two places: attention tests whether query is key, and forward
         # finds in one dict what it has written into the other one.
         # The key is the id of an object. The entry holds this object, so that no other object gets the id.
@@ -266,25 +263,20 @@ class _Splitter:
     def sizes_of(self, tensor: Tensor) -> list[int] | None:
         return None if is_whole(tensor) else self.sizes
 
-    def send_small(self, tensors: Iterable[Tensor]) -> None:
+    def send_small(self) -> None:
         """Splits small tensors on accelerators together, those of each device, if no graph needs them."""
         by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-        for tensor in () if len(self.slots) == 1 or _torch.is_inside_functorch_transform() else tensors:
+        for tensor in () if len(self.slots) == 1 or _torch.is_inside_functorch_transform() else self.tensors:
             can_be_packed = tensor.device != CPU and travels_flat(tensor) and not is_whole(tensor)
             if can_be_packed and tensor.nbytes <= SMALL_BYTES and not _has_graph(tensor):
                 by_device[tensor.device].append(tensor)
         for device, together in by_device.items():
             if len(together) > 1:
                 assert self.sizes is not None
-                transport = self.transport(together[0])
+                transport = transport_to_scatter(together[0], self.slots)
                 chunks = transport.scatter_coalesced(together, self.slots, self.sizes, self.dim)
                 for tensor, of_tensor in zip(together, chunks, strict=True):
                     self.chunks[id(tensor)] = tensor, own_chunks(of_tensor, self.slots, device)
-
-    def transport(self, tensor: Tensor) -> Transport:
-        if (transport := self.transports.get(tensor.device)) is None:
-            transport = self.transports[tensor.device] = transport_to_scatter(tensor, self.slots)
-        return transport
 
     def split_tensor(self, tensor: Tensor) -> Sequence[Tensor]:
         if len(self.slots) == 1 and tensor.device == self.slots[0]:
@@ -295,11 +287,8 @@ class _Splitter:
                 return copied
         if not is_whole(tensor):
             assert self.sizes is not None
-            if _has_graph(tensor):
-                return Scatter.apply(self.slots, self.sizes, self.dim, tensor)
-            # Without a node, which takes longer than the copies of a small tensor.
-            chunks = self.transport(tensor).scatter(tensor, self.slots, self.sizes, self.dim)
-            return own_chunks(chunks, self.slots, tensor.device)
+            split = Scatter.apply if _has_graph(tensor) else Scatter.unrecorded
+            return split(self.slots, self.sizes, self.dim, tensor)
         copies = Broadcast.apply(self.slots, tensor)
         for copy in copies:
             if tensor.dim() > 0:
@@ -394,7 +383,9 @@ def _warn_of_sequences(arguments: Any, size: int | None, dim: int, replicas: int
         for child_path, child in children_of(part, path) or [(path, part)]:
             _add_sequences(child, child_path, sequences)
     for path, sequence in sequences:
-        length = _length(sequence, dim)
+        shape = [len(sequence)] if isinstance(sequence, (list, tuple)) else sequence.shape
+        at = 0 if isinstance(sequence, (list, tuple)) else dim
+        length = shape[at] if -len(shape) <= at < len(shape) else 1
         if length == size or (size is None and length > 1 and not _has_numbers(sequence)):
             reason = "nothing in the call is split" if size is None else f"the batch has {size} samples"
             warn_once(
@@ -418,13 +409,6 @@ def _add_sequences(obj: Any, path: str, sequences: list[tuple[str, Any]]) -> boo
     is_sequence = isinstance(obj, list) or (type(obj) is tuple and not _has_numbers(obj))
     sequences += [(path, obj)] if is_sequence and not is_split else inner
     return is_split
-
-
-def _length(sequence: Any, dim: int) -> int:
-    if isinstance(sequence, (list, tuple)):
-        return len(sequence)
-    shape: Sequence[int] = sequence.shape
-    return shape[dim] if -len(shape) <= dim < len(shape) else 1
 
 
 def _has_numbers(sequence: Any) -> bool:

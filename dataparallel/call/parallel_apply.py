@@ -83,7 +83,7 @@ def arguments_of_replicas(
     inputs: Sequence[Any],
     kwargs_tup: Sequence[dict[str, Any]] | None,
     devices: Sequence[DeviceLike | None] | None,
-) -> tuple[list[Sequence[Any]], Sequence[dict[str, Any]], list[torch.device]]:
+) -> tuple[Sequence[Sequence[Any]], Sequence[dict[str, Any]], list[torch.device]]:
     """Returns the positional and the keyword arguments and the slot of each module, from those of `parallel_apply`."""
     if not modules:
         raise ValueError("parallel_apply needs at least one module; got none")
@@ -138,7 +138,7 @@ def run_replicas(
         if permits is not None and workers is None:
             # Calls of one kind take about the same way through the code.
             modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _torch.is_any_autocast_enabled()
-            kind = method, _size_of(arguments[0], keywords[0]) if has_compiled else None, modes
+            kind = hash((method, _size_of(arguments[0], keywords[0]) if has_compiled else None, modes))
             training = getattr(modules[0], "training", None)
             call = permits.begin_call(kind, training, at_once, current_streams(slots), has_compiled)
             divisor = min(cores(), permits.largest if has_compiled else at_once)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from dataparallel.call.parallel_apply import CALL, arguments_of_replicas, run_re
 from dataparallel.comm.streams.ahead import HostReads
 from dataparallel.devices import DeviceLike, device_id, resolve, resolve_output, resolve_slots
 from dataparallel.forms.kept_tensors import KeptTensors
-from dataparallel.forms.managed import names_explained, shows_forward_of_module
+from dataparallel.forms.managed import names_explained
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CompileArgument, call_of
 from dataparallel.replicas.graphs.calls import GraphedReplicas, check_graphs
@@ -103,28 +103,6 @@ def own_options(wrapper: Any) -> WrapperOptions:
     return own
 
 
-class _OptionsOfWrapper:
-    """``model.options``: the instance's, unless the program uses the name itself.
-
-    It is no data descriptor, so an attribute of the instance comes first. So does a child of this name, and what the
-    module has under this name if the class hands names to the module by a ``__getattr__`` of its own. In the place of
-    torch's class there is no such name.
-    """
-
-    @overload
-    def __get__(self, wrapper: None, cls: type) -> _OptionsOfWrapper: ...
-    @overload
-    def __get__(self, wrapper: DataParallel[Any], cls: type) -> WrapperOptions: ...
-    def __get__(self, wrapper: Any, cls: Any) -> Any:
-        if wrapper is None:
-            return self
-        children = vars(wrapper).get("_modules", {})
-        hands_on = cls.__getattr__ is not DataParallel.__getattr__ and hasattr(children.get("module"), "options")
-        if wrapper._dataparallel_as_torch or "options" in children or hands_on:
-            raise AttributeError("options")  # Python asks `__getattr__`
-        return own_options(wrapper)
-
-
 class DataParallel(nn.DataParallel[M]):
     """Uses every device for one module: splits the batch, runs a replica on each slot, joins the outputs.
 
@@ -159,7 +137,7 @@ class DataParallel(nn.DataParallel[M]):
     output_device: int | torch.device | None = None  # type: ignore[assignment]
     src_device_obj: torch.device | None = None  # type: ignore[assignment]
     dim: int = 0
-    options = _OptionsOfWrapper()
+    options: WrapperOptions  # by `__getattr__`
 
     _dataparallel: WrapperOptions | None = None  # until `own_options` makes them
     _dataparallel_as_torch = False
@@ -199,7 +177,7 @@ class DataParallel(nn.DataParallel[M]):
     def extra_repr(self) -> str:
         return f"slots: {', '.join(map(str, self.device_ids)) or 'none, so the module runs as it is'}"
 
-    @shows_forward_of_module
+    @_torch.not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output for the whole batch, on ``output_device``.
 
@@ -259,9 +237,12 @@ class DataParallel(nn.DataParallel[M]):
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
-            hint = _INSTEAD.get(name)
-            if module is not None and hasattr(module, name):
-                hint = f"but the module that it wraps has: write .module.{name}"
+            module_has = module is not None and hasattr(module, name)
+            if name == "options" and not self._dataparallel_as_torch:
+                hands_on = type(self).__getattr__ is not DataParallel.__getattr__  # a subclass asks the module next
+                if not (hands_on and module_has):
+                    return own_options(self)
+            hint = f"but the module that it wraps has: write .module.{name}" if module_has else _INSTEAD.get(name)
             if hint is None:
                 raise
             error = AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}, {hint}")
@@ -327,6 +308,7 @@ _INSTEAD = {
 class _Maker(ReplicaMaker):
     """Makes the replicas of a wrapper. They get new tensors in each call that records a graph, unless they stay."""
 
+    @_torch.leave_alone
     def __init__(self, wrapper: DataParallel[Any]) -> None:
         self._wrapper, own = wrapper, options_of_call(wrapper)
         self.options, self.kept, self._compiled = own, own.kept, own.compiled

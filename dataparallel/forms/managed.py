@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.fx
@@ -38,94 +38,6 @@ from dataparallel.replicas.plan import (
 
 if TYPE_CHECKING:
     from dataparallel.machines.peer_rounds import PeerCall, PeerRounds
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class StandIns:
-    """Makes one stand-in for each function, and gives the same one while somebody holds it.
-
-    So two bound methods that were made one after the other are equal while the first is held, as with any method:
-    transformers, accelerate and Lightning compare them, look for ``__func__``, and read ``inspect.signature``.
-
-    ``make``: makes a stand-in from a function, which the stand-in keeps alive, by one ``def``.
-    """
-
-    def __init__(self, make: Callable[[Any], FunctionType]) -> None:
-        self._make = make
-        # The keys have ids of functions. A stand-in keeps its function alive, so nothing else gets the id meanwhile.
-        self._made: weakref.WeakValueDictionary[tuple[int, bool], FunctionType] = weakref.WeakValueDictionary()
-        self._last: FunctionType | None = None  # held, as a model is called again and again
-        # All that ``make`` makes share one code, and `_torch.leave_alone` marks the code. So this is a marked copy.
-        template = make(lambda: None)
-        template.__code__ = template.__code__.replace()
-        self._code_left_alone = _torch.leave_alone(template).__code__
-
-    def new(self, function: Any, is_traced: bool) -> FunctionType:
-        """Returns a stand-in for ``function``.
-
-        ``is_traced``: False if ``torch.compile`` finds nothing to compile in stand-ins and below. A compiled function
-        then calls them between its graphs, and the compiler would look through each function on the way to the stages.
-        """
-        made = self._make(function)
-        if not is_traced:
-            made.__code__ = self._code_left_alone
-        return made
-
-    def of(self, function: Any, is_traced: bool) -> FunctionType:
-        """As `new`, the same one as before. Of several threads that ask first at once, each may get its own."""
-        key = id(function), is_traced
-        made = self._made.get(key) or self._made.setdefault(key, self.new(function, is_traced))
-        if getattr(function, "__closure__", None) is None:  # else it would keep other objects alive
-            self._last = made
-        return made
-
-
-class _ShowsForwardOfModule:
-    """A method of a wrapper. On the class it is a plain function, on an instance it shows the module's signature."""
-
-    def __init__(self, function: FunctionType) -> None:
-        self.__doc__ = function.__doc__
-        self._function = function
-        self._stand_ins = StandIns(self._make_stand_in)
-
-    @_torch.leave_alone
-    def __get__(self, wrapper: Any, cls: type | None = None) -> Any:
-        if wrapper is None:
-            return self._function
-        if torch.compiler.is_dynamo_compiling():  # the compiler does not read the signature
-            return functools.partial(self._function, wrapper)
-        original = getattr(vars(wrapper).get("_modules", {}).get("module"), "forward", None)
-        if isinstance(original, _torch.ScriptMethod) and not hasattr(original, "__wrapped__"):
-            original = None  # what `torch.jit.trace` makes has no signature
-        is_traced = not wrapper.device_ids
-        if isinstance(original, MethodType):
-            return MethodType(self._stand_ins.of(original.__func__, is_traced), wrapper)
-        bound = MethodType(self._stand_ins.of(self._function, is_traced), wrapper)
-        return bound if original is None else _give_signature(functools.partial(bound), original)
-
-    def _make_stand_in(self, original: Any) -> FunctionType:
-        function = self._function
-
-        @functools.wraps(function)
-        def forward(wrapper: Any, /, *inputs: Any, **kwargs: Any) -> Any:
-            return function(wrapper, *inputs, **kwargs)
-
-        return cast(FunctionType, _give_signature(forward, original))
-
-
-def _give_signature(function: F, original: Any) -> F:
-    """Gives ``function`` the signature of ``original``, which Python reads when somebody asks for it."""
-    function.__wrapped__ = original  # type: ignore[attr-defined]
-    # Python looks up annotations that are strings where ``original`` is defined.
-    function.__annotations__ = dict(getattr(original, "__annotations__", {}))
-    return function
-
-
-def shows_forward_of_module(function: F) -> F:
-    """Decorates a method of a class whose instances hold a module, ``self.module``, and slots, ``self.device_ids``."""
-    return cast(F, _ShowsForwardOfModule(cast(FunctionType, function)))
 
 
 class ManagedModule:
@@ -254,6 +166,7 @@ def check_runs(module: nn.Module, do: str) -> None:
         )
 
 
+@_torch.leave_alone
 def form_and_state(module: Any) -> tuple[Any, Any]:
     found: tuple[Any, Any] = vars(module).get(FORM_ATTRIBUTE, (None, None))
     return found
@@ -329,7 +242,9 @@ class SlotsMethod:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._stand_ins = StandIns(self._make_splitting)
+        # The keys are ids of functions. A stand-in keeps its function alive, so nothing else gets the id meanwhile.
+        self._stand_ins: weakref.WeakValueDictionary[int, FunctionType] = weakref.WeakValueDictionary()
+        self._last: FunctionType | None = None  # held, as a model is called again and again
 
     @_torch.leave_alone
     def __get__(self, module: Any, cls: type) -> Any:
@@ -338,23 +253,19 @@ class SlotsMethod:
                 return self  # the class is no module's
             original_cls = original_class(cls)
             if isinstance(inspect.getattr_static(original_cls, self._name), FunctionType):
-                return self._stand_ins.of(getattr(original_cls, self._name), True)
+                return self._stand_in(getattr(original_cls, self._name))
             return getattr(original_cls, self._name)  # for example a static method, which takes no module
         original, state = original_attribute(module, self._name), state_of(module)
         if self._name not in state.methods:
             return original
         if torch.compiler.is_dynamo_compiling():  # the compiler needs no signature
             return functools.partial(self._call, module, original)
-        # In a replica, and without slots, the method itself runs, and the compiler may compile it.
-        is_traced = not state.slots or UNIT_MODULE in vars(module)
         if isinstance(original, MethodType) and original.__self__ is module:
-            return MethodType(self._stand_ins.of(original.__func__, is_traced), module)
-
+            return MethodType(self._stand_in(original.__func__), module)
         # A lambda on the instance, a partial, a method of another object: all are called without the module. The user
         # may store what is returned, or a wrapper around it, on the module. Then replicas hold it too, and there
         # `module` and `original` are the replica's.
-        on_slots = self._stand_ins.new(lambda _, *args, **kwargs: original(*args, **kwargs), is_traced)
-        return functools.update_wrapper(functools.partial(on_slots, module), original)
+        return functools.update_wrapper(functools.partial(self._call, module, original), original)
 
     def __set__(self, module: Any, value: Any) -> None:
         vars(module)[self._name] = value
@@ -364,13 +275,24 @@ class SlotsMethod:
             raise AttributeError(self._name)
         del vars(module)[self._name]
 
-    def _make_splitting(self, method: Any) -> FunctionType:
-        @functools.wraps(method)
+    def _stand_in(self, method: Any) -> FunctionType:
+        """Returns a function with the signature of ``method``, the same one while somebody holds it.
+
+        So two bound methods that were made one after the other are equal while the first is held, as with any method:
+        transformers, accelerate and Lightning compare them, look for ``__func__``, and read ``inspect.signature``.
+        """
+
         def on_slots(module: Any, /, *args: Any, **kwargs: Any) -> Any:
             return self._call(module, functools.partial(method, module), *args, **kwargs)
 
-        return cast(FunctionType, on_slots)
+        if (made := self._stand_ins.get(id(method))) is None:
+            made = cast(FunctionType, functools.update_wrapper(_torch.not_compiled(on_slots), method))
+            made = self._stand_ins.setdefault(id(method), made)  # several threads may ask first at once
+        if method.__closure__ is None:  # else it would keep other objects alive
+            self._last = made
+        return made
 
+    @_torch.not_compiled
     def _call(self, module: Any, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Splits the call, except in a replica, or while ``torch.fx`` records it and there are no tensors to split.
 

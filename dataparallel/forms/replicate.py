@@ -19,7 +19,6 @@ from dataparallel.forms.replicate_state import ReplicateState
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CALL, CompileArgument
 from dataparallel.replicas.graphs.calls import check_graphs
-from dataparallel.replicas.replicate import cap_in_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -180,13 +179,10 @@ def _prepare(
         return ReplicateState(
             module,
             call_options,
-            first_bytes=cap_in_bytes(given["first_bucket_mb"]),
-            broadcast_buffers=given["broadcast_buffers"],
+            given,
             ignored_modules=modules,
             ignored_parameters=parameters,
             machines=machines,
-            average=given["average"],
-            sync_batch_norm=sync_batch_norm,
             compile=compiled,
             graphs=has_graphs,
         )

@@ -18,13 +18,14 @@ from dataparallel.replicas.compiled.calls import CompileArgument, call_of, compi
 from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.plan import FORM_ATTRIBUTE, TwinInfo, check_placement
+from dataparallel.replicas.replicate import cap_in_bytes
 
 if TYPE_CHECKING:
     from dataparallel.machines.lanes import Lane, Machines
 
 
 class ReplicateState(StateOnSlots):
-    """The state of one module, by arguments of `replicate`.
+    """The state of one module. ``given``: the arguments of `replicate`.
 
     Attributes:
         graphs: the captured graphs of the replicas; ``None`` without ``graphs=True``.
@@ -35,14 +36,11 @@ class ReplicateState(StateOnSlots):
         self,
         module: nn.Module,
         options: CallOptions,
+        given: dict[str, Any],
         *,
-        first_bytes: int,
-        broadcast_buffers: bool,
         ignored_modules: Sequence[nn.Module],
         ignored_parameters: Sequence[Tensor],
         machines: Machines | None,
-        average: bool,
-        sync_batch_norm: bool | str,
         compile: CompileArgument | None,
         graphs: bool,
     ) -> None:
@@ -53,16 +51,13 @@ class ReplicateState(StateOnSlots):
         )
         self._twin = Twin(type(module), self._twin_info)
         self.machines = machines
-        self._settings: dict[str, Any] = {
-            "first_bytes": first_bytes,
-            "cap_bytes": options.cap_bytes,
-            "broadcast_buffers": broadcast_buffers,
-            "average": average,
-            "sync_batch_norm": sync_batch_norm,
-        }
+        first_bytes, sends_buffers = cap_in_bytes(given["first_bucket_mb"]), given["broadcast_buffers"]
+        # The same on all machines.
+        alike = {name: given[name] for name in ("broadcast_buffers", "average", "sync_batch_norm")}
+        self._settings = {"first_bytes": first_bytes, "cap_bytes": options.cap_bytes, **alike}
         self._lane: Lane | None = None  # of the steps of this module, over machines
         self._hook: CommHook | None = None
-        self.tensors = KeptTensors(self.slots, first_bytes, options.cap_bytes, broadcast_buffers)
+        self.tensors = KeptTensors(self.slots, first_bytes, options.cap_bytes, sends_buffers)
         self._compile = compile
         self.graphs = GraphedReplicas() if graphs else None
         self.kept = KeptReplicas(self.tensors, compile, graphs=self.graphs)
@@ -135,8 +130,7 @@ class ReplicateState(StateOnSlots):
         self.peers = PeerRounds(self.machines)
         self.machines.make_communicators(self.slots[:1])
         send_values(self._lane, {**parameters, **buffers})
-        sums = MachineSums(self._lane, bool(self._settings["average"]))
-        self.tensors.reduce_by(sums, self._lane)
+        self.tensors.reduce_by(MachineSums(self._lane, self._settings["average"]), self._lane)
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
         registered = CommHook(state, hook)
@@ -150,13 +144,12 @@ class ReplicateState(StateOnSlots):
                 "there is no accelerator, so the module just runs, and no gradients are summed: call replicate with "
                 "devices=['cpu'] if a hook is to get them"
             )
-        if self.machines is None:
+        if self._lane is None:
             self.tensors.reduce_by(HookedSums(registered))
         else:
             from dataparallel.gradients.machine_sums import MachineSums
 
-            assert self._lane is not None
-            self.tensors.reduce_by(MachineSums(self._lane, bool(self._settings["average"]), registered))
+            self.tensors.reduce_by(MachineSums(self._lane, self._settings["average"], registered))
         self._hook = registered
 
     def _updated_twin(self, method: str) -> nn.Module:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dataparallel import _torch
 from dataparallel.batches.structures import (
     PLAIN_LEAVES,
     Arguments,
@@ -37,7 +38,6 @@ from dataparallel.comm.checks import near_equal_sizes
 from dataparallel.devices import DeviceLike
 from dataparallel.forms import data_parallel as wrappers
 from dataparallel.forms.data_parallel import TorchDataParallel
-from dataparallel.forms.managed import shows_forward_of_module
 from dataparallel.samples import Samples
 from dataparallel.user_warnings import warn_user
 
@@ -245,7 +245,7 @@ class DataParallel(_AfterTorch, metaclass=_IsAnyWrapper):
         wrappers.DataParallel.__init__(self, *args, **kwargs)
         counts.note_call("DataParallel" if self.device_ids else WITHOUT_SLOTS)
 
-    @shows_forward_of_module
+    @_torch.not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As `dataparallel.DataParallel.forward`, with `as_torch_splits`, unless a subclass splits inputs."""
         if not isinstance(self, wrappers.DataParallel):
