@@ -54,7 +54,7 @@ FLOORS = """
     profiling          named ranges, and who records them
     user_warnings      warnings at the line of the user's code
     devices            which devices a caller may pass
-    forks              what begins anew in a forked child, and what a spawned one returns
+    forks              what begins anew in a forked child
     weak_members       sets of objects that somebody else keeps alive, for several threads
     arguments          the test of a value that a user passes
     environment        switches in the environment

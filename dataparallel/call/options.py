@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dataparallel.arguments import checked
-from dataparallel.batches.chunk_sizes import ChunkSizes, Split
 from dataparallel.batches.gather import Pad, checked_pad
+from dataparallel.batches.scatter import ChunkSizes, Split
 from dataparallel.call.advice import PerformanceChecks
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes

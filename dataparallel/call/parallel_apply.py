@@ -223,17 +223,18 @@ def _first_error(outcomes: Sequence[Outcome], slots: Sequence[torch.device], mod
     _note(first, f"raised in replica {slot} on device {slots[slot]}{f'. {hint}' if hint else ''}")
     for other, error in originals[1:]:
         if error is not first:
-            _note(first, f"replica {other} on device {slots[other]} raised {type(error).__name__} too{_message(error)}")
+            what = f"raised {type(error).__name__} too: {_text_of(error)}"
+            _note(first, f"replica {other} on device {slots[other]} {what}")
     try:
         return first
     finally:
         del first, failed, originals
 
 
-def _message(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     try:
-        return f": {error}"
-    except Exception:  # the error's __str__ raises, so the note has its type only
+        return str(error)
+    except Exception:  # the error's __str__ raises
         return ""
 
 
@@ -251,10 +252,7 @@ def _note(error: BaseException, note: str) -> None:
 
 def hint_of(error: BaseException, module: Any, device: torch.device) -> str | None:
     """Returns what to do about an error that a replica, ``module``, has raised on its device, if that is known."""
-    try:
-        text = str(error)
-    except Exception:  # the error's __str__ raises
-        return None
+    text = _text_of(error)
     if "Expected more than 1 value per channel" in text:
         return (
             "BatchNorm in training needs two values of a channel, and this chunk has one sample. Take a batch with two "

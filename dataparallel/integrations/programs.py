@@ -6,13 +6,13 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from dataparallel.forks import main_is_the_program
 from dataparallel.integrations import torch_wrapper
 from dataparallel.integrations.machine import description
 from dataparallel.integrations.replacement import Replacement, replace_torch
@@ -100,7 +100,7 @@ def _run(program: Sequence[str], is_module: bool) -> None:
     before = sys.argv, sys.path[0]
     sys.argv = [*program]
     try:
-        with main_is_the_program():
+        with _main_is_the_program():
             if is_module:
                 runpy.run_module(program[0], run_name="__main__", alter_sys=True)
             else:
@@ -108,6 +108,31 @@ def _run(program: Sequence[str], is_module: bool) -> None:
                 runpy.run_path(program[0], run_name="__main__")
     finally:
         sys.argv, sys.path[0] = before
+
+
+@contextmanager
+def _main_is_the_program() -> Iterator[None]:
+    """Around a program that ``runpy`` runs: objects of its classes can come from spawned processes.
+
+    These processes run the program under the name ``__mp_main__``, and pickle its classes by this name. In this
+    process it would mean the command that runs the program.
+    """
+    before = sys.modules.get("__mp_main__")
+    sys.modules["__mp_main__"] = _Main("__main__")
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules["__mp_main__"]
+        else:
+            sys.modules["__mp_main__"] = before
+
+
+class _Main(ModuleType):
+    """Has the names of the program that runs: ``runpy`` makes its module, and takes it away."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules["__main__"], name)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parallel import comm as torch_comm
 
-from dataparallel import _torch, comm
+from dataparallel import _torch
 from dataparallel.batches import gather as gathers
 from dataparallel.batches import scatter as scatters
-from dataparallel.batches.structures import Arguments, tensors_in
+from dataparallel.batches.structures import Arguments
 from dataparallel.call import parallel_apply as applies
-from dataparallel.devices import DeviceLike, current_device, resolve_slots
+from dataparallel.devices import DeviceLike, resolve_slots
 from dataparallel.forms import data_parallel as wrappers
 from dataparallel.integrations import replacement, torch_wrapper
-from dataparallel.integrations.torch_wrapper import DataParallel, Once, as_torch_splits, fall_back
+from dataparallel.integrations.torch_wrapper import DataParallel, Once, as_torch_splits
 from dataparallel.replicas import replicate as replicates
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -87,58 +84,6 @@ def scatter_kwargs(
     return scatters.scatter_kwargs(inputs, kwargs, target_gpus, dim)
 
 
-# ---- the functions of torch.nn.parallel.comm ------------------------------------------------------------------------
-#
-# A complex tensor becomes a real one with a last dimension of 2. torch's own autograd functions call these functions
-# too, and make the results complex again.
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _as_torch(name: str, change: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The function of `dataparallel.comm`, of changed tensors, by default to the current device."""
-    function: Callable[..., Any] = getattr(comm, name)
-    signature = inspect.signature(function)
-    first = next(iter(signature.parameters))
-
-    @_counted(f"comm.{name}")
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        arguments = given.arguments
-        arguments[first] = change(arguments[first])
-        is_open = arguments.get("destination") is None and arguments.get("out") is None
-        if is_open and "destination" in signature.parameters:
-            arguments["destination"] = next((current_device(t.device) for t in tensors_in(arguments[first])), None)
-        result = function(*given.args, **given.kwargs)
-        return [*result] if name == "broadcast" else result
-
-    return call
-
-
-@_counted("comm.scatter")
-def comm_scatter(
-    tensor: Tensor,
-    devices: Sequence[DeviceLike] | None = None,
-    chunk_sizes: Sequence[int] | None = None,
-    dim: int = 0,
-    streams: Sequence[Any] | None = None,
-    *,
-    out: Sequence[Tensor] | None = None,
-) -> Any:
-    """`dataparallel.comm.scatter`, of complex tensors as real ones. With ``streams`` it is torch's own function."""
-    if streams is not None:
-        fall_back(
-            "comm.scatter copies on the caller's streams", "streams= was passed, so torch's own function is called"
-        )
-        return _torch_scatter(tensor, devices, chunk_sizes, dim, streams, out=out)
-    return comm.scatter(_real(tensor), devices, chunk_sizes, dim, out=out)
-
-
-_torch_scatter = torch_comm.scatter
-
 NAMES: dict[str, dict[str, Any]] = {
     "torch.nn.parallel.data_parallel": {"DataParallel": DataParallel, "data_parallel": data_parallel},
     "torch.nn.parallel.replicate": {"replicate": replicate},
@@ -147,14 +92,6 @@ NAMES: dict[str, dict[str, Any]] = {
         "scatter": scatter,
         "scatter_kwargs": scatter_kwargs,
         "gather": _counted("gather")(gathers.gather),
-    },
-    "torch.nn.parallel.comm": {
-        "broadcast": _as_torch("broadcast", _real),
-        "broadcast_coalesced": _as_torch("broadcast_coalesced", lambda tensors: [*map(_real, tensors)]),
-        "reduce_add": _as_torch("reduce_add", list),
-        "reduce_add_coalesced": _as_torch("reduce_add_coalesced", list),
-        "scatter": comm_scatter,
-        "gather": _as_torch("gather", lambda tensors: [*map(_real, tensors)]),
     },
 }
 """What replaces torch's names, by the module of torch that defines them."""
@@ -212,9 +149,9 @@ def replace_torch() -> Replacement:
     """Has code that was written for ``torch.nn.DataParallel`` use this library, without changing it.
 
     ``torch.nn.DataParallel``, ``torch.nn.parallel.{DataParallel, data_parallel, replicate, scatter, gather,
-    parallel_apply}``, the functions of ``torch.nn.parallel.comm``, and names that other modules have imported from
-    there become this library's. Modules that are imported later get them from torch. Models that are wrapped already
-    stay as they are. ``isinstance(model, torch.nn.DataParallel)`` is true of wrappers of both.
+    parallel_apply}``, and names that other modules have imported from there become this library's. The functions of
+    ``torch.nn.parallel.comm`` stay torch's. Modules that are imported later get the names from torch. Models that are
+    wrapped already stay as they are. ``isinstance(model, torch.nn.DataParallel)`` is true of wrappers of both.
 
     Where torch accepts what this library refuses, torch's rule is followed, with one warning. So tensors of a call may
     have different batch sizes: as many replicas run as the tensor with the fewest chunks has.

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.forms.data_parallel import DataParallel
-from dataparallel.forms.replicate import ReplicatedModule, replicate
-from dataparallel.forms.replicate_state import ReplicateState
+from dataparallel.forms.replicate import ReplicatedModule, ReplicateState, replicate
 from dataparallel.testing.cases import Batch, Build, adamw
 from dataparallel.testing.steps import (
     Loss,

@@ -46,9 +46,9 @@ class Gang:
     A task with the group ``None`` has no group. ``devices``: for each slot the device, or another key, whose threads
     run the task. ``outer_gang``: the one whose task the waiting thread runs.
 
-    A task is in ``_waiting``, then in ``_running``. While it waits for a nested call it is in ``_paused``, then in
-    ``_resuming`` until it has a permit again. While it waits for other tasks it is in ``_parked``, then in
-    ``_unparked`` until it has a permit and its group is free. The gang is over when no task is in any of these fields.
+    A task is in ``_waiting``, then in ``_running``. While it waits for a nested call it is in ``_paused``, and while it
+    waits for other tasks in ``_parked``. Afterwards it is in ``_ready`` until it has a permit again, and, if it was
+    parked, until its group is free. The gang is over when no task is in any of these fields.
 
     Ctrl-C may come in the waiting thread between any two steps. So only workers write these fields, with ``_lock``
     held. The waiting thread sets flags, and starts a worker that reads them. It takes the lock itself only after the
@@ -78,9 +78,8 @@ class Gang:
         self._waiting = list(range(len(self._tasks)))
         self._running: set[int] = set()
         self._paused: set[int] = set()
-        self._resuming: dict[int, Turn] = {}
         self._parked: dict[int, Turn] = {}
-        self._unparked: dict[int, Turn] = {}
+        self._ready: dict[int, Turn] = {}
         self._progress = 0  # how many times a task has ended or begun to wait
         self._is_interrupted = False
         self._has_caller = False  # the calling thread runs tasks itself
@@ -154,8 +153,7 @@ class Gang:
                 continue
             # Polls are counted instead of seconds, because time in which the whole process was stopped must not count.
             # Nor must time in which a thread compiles.
-            is_anyone_waiting = bool(self._waiting or self._resuming or self._unparked)
-            is_stalled = is_anyone_waiting and progress == self._progress and not compile_lock.is_taken
+            is_stalled = bool(self._waiting or self._ready) and progress == self._progress and not compile_lock.is_taken
             polls, progress = polls + 1 if is_stalled else 0, self._progress
             if polls * pool.POLL_SECONDS >= self._stall_timeout:
                 self.stalled = True
@@ -193,19 +191,20 @@ class Gang:
         if self.is_stopped:
             self._skip_waiting(above=-1)
         if self.is_stopped or self._has_failed:
-            self._move_to_unparked([*self._parked])  # a task that they wait for will never come
+            self._make_ready([*self._parked])  # a task that they wait for will never come
         slots = []
         permits = math.inf if self.stalled else self._permits
-        busy = {self._groups[slot] for slot in itertools.chain(self._running, self._paused, self._resuming)} - {None}
-        for slot in sorted(itertools.chain(self._waiting, self._resuming, self._unparked)):
+        busy = {self._groups[slot] for slot in itertools.chain(self._running, self._paused)} - {None}
+        for slot in sorted(itertools.chain(self._waiting, self._ready)):
             if len(self._running) >= permits:
                 break
-            if slot not in self._resuming:
+            if slot not in self._paused:
                 if self._groups[slot] in busy:
                     continue
                 busy |= {self._groups[slot]} - {None}
+            self._paused.discard(slot)
             self._running.add(slot)
-            turn = self._resuming.pop(slot, None) or self._unparked.pop(slot, None)
+            turn = self._ready.pop(slot, None)
             if turn is not None:
                 turn.give()
             else:
@@ -236,7 +235,7 @@ class Gang:
     def _note_ended(self, slot: int) -> None:
         """Needs the lock."""
         self._progress += 1
-        for state in (self._parked, self._unparked):  # the slot is in one of them if Ctrl-C has ended its wait
+        for state in (self._parked, self._ready):  # the slot is in one of them if Ctrl-C has ended its wait
             state.pop(slot, None)
         self._running.discard(slot)
         self._tasks[slot] = None
@@ -251,7 +250,7 @@ class Gang:
 
     def _wake_if_over(self) -> None:
         """Needs the lock."""
-        states = (self._waiting, self._running, self._paused, self._resuming, self._parked, self._unparked)
+        states = (self._waiting, self._running, self._paused, self._parked, self._ready)
         if not (self._is_over or self._has_caller or any(states)):
             self._is_over = True
             self._end.give()
@@ -268,8 +267,7 @@ class Gang:
     def _resume(self, slot: int) -> None:
         turn = Turn()
         with self._lock:
-            self._paused.discard(slot)
-            self._resuming[slot] = turn
+            self._ready[slot] = turn
             slots = self._give_permits()
         self._start_workers(slots)
         turn.wait()
@@ -287,21 +285,21 @@ class Gang:
                 turn.give()
                 return turn
             self._parked[slot] = turn
-            self._move_to_unparked(unpark)
+            self._make_ready(unpark)
             slots = self._give_permits()
         self._start_workers(slots)
         return turn
 
     def unpark(self, slots: Sequence[int]) -> None:
         with self._lock:
-            self._move_to_unparked(slots)
+            self._make_ready(slots)
             starting = self._give_permits()
         self._start_workers(starting)
 
-    def _move_to_unparked(self, slots: Sequence[int]) -> None:
-        for slot in slots:
+    def _make_ready(self, parked: Sequence[int]) -> None:
+        for slot in parked:
             if slot in self._parked:
-                self._unparked[slot] = self._parked.pop(slot)
+                self._ready[slot] = self._parked.pop(slot)
 
     def add_caller(self, waiting: Sequence[int], running: Sequence[int]) -> None:
         """The calling thread runs the tasks of ``running``. The gang is not over before it calls `remove_caller`."""

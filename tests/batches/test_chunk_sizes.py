@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataparallel.batches.chunk_sizes import Split, split_by_shares
+from dataparallel.batches.scatter import Split, split_by_shares
 
 pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
 

@@ -10,7 +10,6 @@ from torch import nn
 
 import dataparallel
 from dataparallel import replace_torch
-from dataparallel.devices import current_device_set
 from dataparallel.integrations import torch_wrapper
 
 
@@ -278,45 +277,6 @@ def test_the_first_detached_replica_has_the_tensors_of_the_source(slots, root):
     first(torch.ones(3, 4, device=root)).sum().backward()
     assert net.weight.grad is not None
     assert all(not replica.weight.requires_grad for replica in others)
-
-
-@pytest.mark.devices("cuda")
-def test_streams_of_the_caller(slots, root):
-    x, streams = torch.arange(6.0), [torch.cuda.Stream(slot) for slot in slots]
-    with replace_torch(), pytest.warns(UserWarning, match="streams"):
-        chunks = torch.nn.parallel.comm.scatter(x, [slot.index for slot in slots], streams=streams)
-    for stream in streams:
-        stream.synchronize()
-    assert [chunk.tolist() for chunk in chunks] == [[0, 1], [2, 3], [4, 5]]
-
-
-@pytest.mark.devices("sim", "cuda")
-def test_the_default_destination_is_the_current_device(make_slots):
-    """dataparallel's own functions take the first tensor's device."""
-    slots = make_slots(3)
-    tensors = [torch.ones(2, device=slot) for slot in slots[:2]]
-    with current_device_set(slots[2]), replace_torch():
-        comm = torch.nn.parallel.comm
-        results = [comm.gather(tensors), comm.reduce_add(tensors), *comm.reduce_add_coalesced([[x] for x in tensors])]
-        filled = comm.gather(tensors, out=torch.zeros(4, device=slots[0]))
-    assert [result.device for result in results] == [slots[2]] * 3
-    assert [result.tolist() for result in results] == [[1] * 4, [2] * 2, [2] * 2]
-    assert filled.device == slots[0]
-
-
-def test_complex_tensors_travel_as_real_ones(slots, root):
-    x = torch.randn(6, 4, dtype=torch.complex64, device=root)
-    real = torch.view_as_real(x)
-    with replace_torch():
-        comm = torch.nn.parallel.comm
-        chunks = comm.scatter(x, slots)
-        for result in (
-            comm.gather(chunks, destination=root),
-            comm.gather([x], destination=root),
-            comm.broadcast(x, slots)[-1],
-            comm.broadcast_coalesced([x], slots)[-1][0],
-        ):
-            assert torch.equal(result.to(root), real)
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
