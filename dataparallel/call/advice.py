@@ -1,8 +1,8 @@
-"""`PerformanceChecks` warns of what makes first calls slow beyond doubt. `what_to_try` says what a trace suggests."""
+"""`PerformanceChecks` warns of what makes first calls slow beyond doubt."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,31 +88,3 @@ def _warn_of_memory(slots: Sequence[torch.device]) -> None:
             f"Compute the loss in forward, gather outputs elsewhere (output_device='{others[-1]}'), or divide "
             "parameters and the optimizer's state: dataparallel.composable.fully_shard(model)",
         )
-
-
-_TO_TRY = {
-    "none": "no stage ran in the block: call the wrapped module in it, on several slots",
-    "scatter": "pinned batches that are sent ahead: for batch in dataparallel.prefetch(loader, model)",
-    "replicate": "replicas that stay: composable.replicate(model); to serve: with model.options.frozen()",
-    "forward": "the model is what costs: torch.compile, torch.autocast",
-    "gather": "compute the loss in forward: each replica returns a number instead of its outputs",
-    "backward": "compute the loss in forward, on all devices; if it is there: torch.compile, torch.autocast",
-    "sums": "sum less often: several passes of backward in set_requires_gradient_sync(False)",
-    "unshard": "fewer and larger units; reshard_after_forward=False where there is memory",
-    "optimizer": "foreach=True or fused=True; composable.fully_shard divides the step among devices",
-    "your code": "compute the loss in forward, read .item() seldom, load by dataparallel.prefetch(loader, model)",
-}
-
-
-def what_to_try(shares: Mapping[str, float], behind: float, slowest: int, uneven: float, launching: float) -> list[str]:
-    """Sentences for a trace: the stages' ``shares`` of the block and of devices that went on behind it, the slowest
-    replica and its time by the mean, the share of the replicas' time that no kernel took."""
-    found = [_TO_TRY.get(max(shares, key=lambda stage: shares[stage], default="none"), "see the profile")]
-    if launching > 0.5:
-        found.append("launch less: DataParallel(model, compile=True), graphs=True, or larger chunks")
-    if uneven > 1.5 and shares["forward"] > 0.2:
-        what = "smaller chunk_sizes=, or samples sorted by length"
-        found.append(f"replica {slowest} is slow, {uneven:.1f} times the mean: {what}")
-    if behind > 0.1:
-        found.append("devices go on when the host is done: torch.compile and torch.autocast make kernels faster")
-    return found

@@ -91,15 +91,15 @@ class WrapperOptions(CallOptions):
 
 
 def own_options(wrapper: Any) -> WrapperOptions:
-    """Returns what the wrapper has beside torch's attributes. They get the defaults if only torch's have been set."""
+    """Returns the options of the wrapper, with those that are torch's attributes, which may have been assigned."""
     own: WrapperOptions | None = wrapper._dataparallel
     if own is None:
         # Only torch's attributes are set where the class of the wrapper has done so itself.
         own = WrapperOptions(wrapper.device_ids, completed(FormOptions, {}, "", bucket_cap_mb=BUCKET_CAP_MB))
         own.keep_replicas(None, wrapper._dataparallel_as_torch)
         own = vars(wrapper).setdefault("_dataparallel", own)  # several threads may call at once
-    if own.slots is not wrapper.device_ids:
-        vars(own)["slots"] = wrapper.device_ids
+    dim = checked_option("dim", wrapper.dim)
+    vars(own).update(slots=wrapper.device_ids, output_device=wrapper.output_device, dim=dim)
     return own
 
 
@@ -275,25 +275,19 @@ def is_own_stage(method: Any) -> bool:
     return is_own is not None and is_own()
 
 
-def options_of_call(wrapper: DataParallel[Any]) -> WrapperOptions:
-    """Returns `own_options` with the attributes of the wrapper that a call reads, which may have been assigned."""
-    own = own_options(wrapper)
-    vars(own).update(output_device=wrapper.output_device, dim=checked_option("dim", wrapper.dim))
-    return own
-
-
 def _stages(wrapper: DataParallel[Any]) -> dict[str, Callable[..., Any]]:
     """Returns all stages as methods with torch's arguments. An overridden one may assign options for the others."""
 
-    def gather_here(outputs: Any) -> Any:
-        output_device = wrapper.device_ids[0] if wrapper.output_device is None else wrapper.output_device
-        return wrapper.gather(outputs, output_device)
+    def gather(outputs: Any) -> Any:
+        return wrapper.gather(
+            outputs, wrapper.device_ids[0] if wrapper.output_device is None else wrapper.output_device
+        )
 
     return {
         "scatter": lambda inputs, kwargs: wrapper.scatter(inputs, kwargs, wrapper.device_ids),
         "replicate": lambda slots: wrapper.replicate(wrapper.module, wrapper.device_ids[: len(slots)]),
         "parallel_apply": lambda *args: wrapper.parallel_apply(*args),
-        "gather": gather_here,
+        "gather": gather,
     }
 
 
@@ -310,7 +304,7 @@ class _Maker(ReplicaMaker):
 
     @_torch.leave_alone
     def __init__(self, wrapper: DataParallel[Any]) -> None:
-        self._wrapper, own = wrapper, options_of_call(wrapper)
+        self._wrapper, own = wrapper, own_options(wrapper)
         self.options, self.kept, self._compiled = own, own.kept, own.compiled
         self.hands_back = not wrapper._dataparallel_as_torch
         if wrapper.device_ids and (names := [n for n in _STAGES if not is_own_stage(getattr(wrapper, n))]):

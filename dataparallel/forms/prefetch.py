@@ -17,7 +17,7 @@ from dataparallel.batches.structures import is_whole, leaves
 from dataparallel.call.options import CallOptions
 from dataparallel.comm.streams.ahead import HostReads, SentBatch, can_be_sent, send
 from dataparallel.devices import CPU, resolve
-from dataparallel.forms.data_parallel import DataParallel, options_of_call
+from dataparallel.forms.data_parallel import DataParallel, own_options
 from dataparallel.forms.managed import ManagedModule, state_of
 
 T = TypeVar("T")
@@ -71,17 +71,11 @@ class Prefetch(Generic[T]):
         self.model: nn.Module = model
         self.depth: int = depth
 
-    def _options(self) -> CallOptions:
-        if isinstance(self.model, DataParallel):
-            return options_of_call(self.model)
-        options: CallOptions = state_of(self.model).options
-        return options
-
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[T]:
-        slots = [resolve(device) for device in self._options().slots]
+        slots = [resolve(device) for device in _options_of(self.model).slots]
         if all(slot == CPU for slot in slots):
             # "yield from" would close the loader's generator when the loop stops early. A user may go on with it.
             for batch in self.loader:
@@ -91,31 +85,33 @@ class Prefetch(Generic[T]):
         # The first one is the batch that the loop is using. A suspended generator is closed when the loop drops it, so
         # `finally` is reached however the loop ends.
         read: deque[tuple[T, SentBatch]] = deque()
-        errors: list[Exception] = []  # of reading or sending, raised after the batches before it
-        more = True
+        end: Exception | None = None  # of reading or sending, raised after the batches before it
         try:
             while True:
-                while more and len(read) <= self.depth:
+                while end is None and len(read) <= self.depth:
                     try:
-                        batch = next(batches)
-                        options = self._options()
+                        batch, options = next(batches), _options_of(self.model)
                         read.append((batch, send(_chunked(batch, options, len(slots)), slots, options.dim)))
-                    except StopIteration:
-                        more = False
                     except Exception as error:
-                        more = False
-                        errors.append(error)
+                        end = error
                 if not read:
-                    if errors:
-                        raise errors.pop()
-                    return
+                    if isinstance(end, StopIteration):
+                        return
+                    assert end is not None
+                    raise end
                 yield read[0][0]
                 # Before the loader is asked again: it may fill the same memory with another batch.
                 _release(read[0][1])
                 read.popleft()
         finally:
+            end = None  # otherwise it would hold this frame, and the frame the error
             for _, sent in read:
                 _release(sent)
+
+
+def _options_of(model: nn.Module) -> CallOptions:
+    options: CallOptions = own_options(model) if isinstance(model, DataParallel) else state_of(model).options
+    return options
 
 
 def _release(sent: SentBatch) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from dataparallel import _torch, profiling
-from dataparallel.call.advice import what_to_try
 from dataparallel.comm.streams.current import DeviceClock, Marks, current_streams
 from dataparallel.devices import CPU, are_initialized
 from dataparallel.forks import in_forked_child
@@ -117,7 +116,7 @@ class Trace:
         seconds = [None if has_failed else next(iter(self._clock.seconds(*marks).values()), None) for *_, marks in ran]
         replicas = [Ran(slot, on, waited, took) for (slot, on, waited, _), took in zip(ran, seconds, strict=True)]
         self.rows = rows_of(self.profile.events(), self.seconds, replicas)
-        self.advice = _advice(self.rows, self.seconds, self.behind)
+        self.advice = what_to_try(self.rows, self.seconds, self.behind)
         self._table = text_of(self.rows, self.seconds, self.behind, self.advice)
         if self._prints:
             print(self)
@@ -128,17 +127,39 @@ class Trace:
         return self._table
 
 
-def _advice(rows: list[Row], seconds: float, behind: float) -> list[str]:
+_TO_TRY = {
+    "none": "no stage ran in the block: call the wrapped module in it, on several slots",
+    "scatter": "pinned batches that are sent ahead: for batch in dataparallel.prefetch(loader, model)",
+    "replicate": "replicas that stay: composable.replicate(model); to serve: with model.options.frozen()",
+    "forward": "the model is what costs: torch.compile, torch.autocast",
+    "gather": "compute the loss in forward: each replica returns a number instead of its outputs",
+    "backward": "compute the loss in forward, on all devices; if it is there: torch.compile, torch.autocast",
+    "sums": "sum less often: several passes of backward in set_requires_gradient_sync(False)",
+    "unshard": "fewer and larger units; reshard_after_forward=False where there is memory",
+    "optimizer": "foreach=True or fused=True; composable.fully_shard divides the step among devices",
+    "your code": "compute the loss in forward, read .item() seldom, load by dataparallel.prefetch(loader, model)",
+}
+
+
+def what_to_try(rows: list[Row], seconds: float, behind: float) -> list[str]:
+    """Sentences for a block that took so many ``seconds``, and devices that went on ``behind`` it."""
     shares = {row.stage: row.host / seconds for row in rows if row.replica is None}
     replicas = [row for row in rows if row.stage == "forward" and row.replica is not None]
     times = {row.replica or 0: row.host if row.device is None else row.device for row in replicas}
     all_times, host = sum(times.values()), sum([row.host for row in replicas])
-    slowest = max(times, key=lambda slot: times[slot], default=0)
+    largest = max(shares, key=lambda stage: shares[stage]) if len(shares) > 1 else "none"
+    found = [_TO_TRY.get(largest, "see the profile")]
     # Between two events there are gaps, so only kernels tell for how long a device has computed.
     has_kernels = any(row.device is not None for row in rows if row.stage != "forward")
-    launching = 1 - all_times / host if has_kernels and host else 0.0
-    uneven = len(times) * times[slowest] / all_times if all_times else 1.0
-    return what_to_try(shares if len(shares) > 1 else {}, behind / seconds, slowest, uneven, launching)
+    if has_kernels and all_times < 0.5 * host:
+        found.append("launch less: DataParallel(model, compile=True), graphs=True, or larger chunks")
+    slowest = max(times, key=lambda slot: times[slot], default=0)
+    if all_times and shares["forward"] > 0.2 and (uneven := len(times) * times[slowest] / all_times) > 1.5:
+        what = "smaller chunk_sizes=, or samples sorted by length"
+        found.append(f"replica {slowest} is slow, {uneven:.1f} times the mean: {what}")
+    if behind > 0.1 * seconds:
+        found.append("devices go on when the host is done: torch.compile and torch.autocast make kernels faster")
+    return found
 
 
 def trace(path: str | os.PathLike[str] | None = None) -> Trace:

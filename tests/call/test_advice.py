@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 
 from dataparallel import DataParallel, PerformanceWarning, prefetch, whole
 from dataparallel.call import advice
-from dataparallel.call.advice import what_to_try
 from each_form import Form
 
 pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("performance_warnings")]
@@ -188,16 +187,3 @@ def test_slots_on_the_cpu_are_to_try_things_out(form: Form, slots: list, well: N
     for _ in range(advice.CALLS):
         model(small(3))
         model(large())
-
-
-class TestWhatATraceShows:
-    pytestmark = pytest.mark.devices("cpu")
-
-    def test_the_largest_stage_has_a_sentence(self) -> None:
-        (sentence,) = what_to_try({"forward": 0.1, "gather": 0.6}, 0.0, 0, 1.0, 0.0)
-        assert "the loss in forward" in sentence
-
-    def test_all_else_that_costs_is_named_beside_it(self) -> None:
-        found = what_to_try({"forward": 0.6}, behind=0.2, slowest=3, uneven=1.8, launching=0.7)
-        assert [words in " ".join(found) for words in ("launch less", "replica 3 is slow, 1.8", "devices go on")]
-        assert len(found) == 4

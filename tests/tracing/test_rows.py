@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from dataparallel.devices import CPU
+from dataparallel.tracing.block import what_to_try
 from dataparallel.tracing.rows import REST, Ran, Row, rows_of, text_of
 
 pytestmark = pytest.mark.devices("cpu")  # none takes part
@@ -120,3 +122,20 @@ def test_the_table_says_where_device_times_come_from(stage: str, device: float |
     assert words in text
     assert f"{stage} " in text
     assert text.endswith("\nto try: less")
+
+
+class TestWhatToTry:
+    def test_the_largest_stage_has_a_sentence(self) -> None:
+        rows = [Row(stage, None, None, 1, host, None, None) for stage, host in (("forward", 0.1), ("gather", 0.6))]
+        (sentence,) = what_to_try(rows, 1.0, behind=0.0)
+        assert "the loss in forward" in sentence
+
+    def test_all_else_that_costs_is_named_beside_it(self) -> None:
+        replicas = [
+            Row("forward", slot, CPU, 1, 0.3, device, None) for slot, device in enumerate((0.04, 0.04, 0.04, 0.2))
+        ]
+        rows = [Row("forward", None, None, 4, 0.6, 0.32, None), *replicas, Row(REST, None, None, 0, 0.1, 0.0, None)]
+        found = what_to_try(rows, 1.0, behind=0.2)
+        assert len(found) == 4
+        for sentence, words in zip(found[1:], ("launch less", "replica 3 is slow, 2.5", "devices go on"), strict=True):
+            assert words in sentence
