@@ -276,7 +276,6 @@ def free_failed_pool(device: int, pool: Any) -> bool:
 is_fwd_grad_enabled = private("torch._C._is_fwd_grad_enabled", "hand forward-mode AD to workers")
 set_fwd_grad_enabled = private("torch._C._set_fwd_grad_enabled", "hand forward-mode AD to workers")
 is_multithreading_enabled = private("torch._C._is_multithreading_enabled", "hand this switch to workers")
-set_multithreading_enabled = private("torch._C._set_multithreading_enabled", "hand this switch to workers")
 is_view_replay_enabled = private("torch._C._is_view_replay_enabled", "hand view replay to workers")
 set_view_replay_enabled = private("torch._C._set_view_replay_enabled", "hand view replay to workers")
 is_any_autocast_enabled = private("torch._C._is_any_autocast_enabled", "see whether autocast is on for any device")
@@ -293,13 +292,9 @@ DispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", "see ra
 _push_dispatch_mode = private("torch.utils._python_dispatch._push_mode", "hand modes to workers")
 _pop_dispatch_mode = private("torch.utils._python_dispatch._pop_mode", "hand modes to workers")
 top_saved_tensors_hooks = private("torch._C._autograd._top_saved_tensors_default_hooks", "hand hooks to workers")
-push_saved_tensors_hooks = private("torch._C._autograd._push_saved_tensors_default_hooks", "hand hooks to workers")
-pop_saved_tensors_hooks = private("torch._C._autograd._pop_saved_tensors_default_hooks", "hand hooks to workers")
 why_hooks_are_disabled = private(
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", "hand hooks to workers"
 )
-disable_saved_tensors_hooks = private("torch._C._autograd._saved_tensors_hooks_disable", "hand hooks to workers")
-enable_saved_tensors_hooks = private("torch._C._autograd._saved_tensors_hooks_enable", "hand hooks to workers")
 DeviceContext = private("torch.utils._device.DeviceContext", "translate the default device to a slot's")
 _GLOBAL_DEVICE_CONTEXT = private("torch._GLOBAL_DEVICE_CONTEXT", "see the default device")
 _functorch_interpreter = private("torch._C._functorch.peek_interpreter_stack", "refuse transforms around calls")

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextvars
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 from dataparallel import _torch
 from dataparallel.comm.streams.current import current_streams
@@ -67,8 +68,12 @@ def _entered(context: AbstractContextManager[Any]) -> End:
     return lambda: context.__exit__(None, None, None)
 
 
-def _hold_inference_mode(value: bool, slots: Slots, device: torch.device) -> End:
-    return None if value == torch.is_inference_mode_enabled() else _entered(torch.inference_mode(value))
+def _context(name: str, get: Callable[[], Any], make: Callable[[Any], AbstractContextManager[Any]]) -> Setting:
+
+    def hold(value: Any, slots: Slots, device: torch.device) -> End:
+        return None if value == get() else _entered(make(value))
+
+    return Setting(name, lambda slots: get(), hold)
 
 
 # The cache's switch, and for each type of device the name, the switch and the dtype.
@@ -121,16 +126,16 @@ def _hold_function_modes(modes: Sequence[Any], slots: Slots, device: torch.devic
     return lambda: [_torch.pop_function_mode() for _ in modes]
 
 
-def _read_torch_function(slots: Slots) -> str:
+def _torch_function() -> str:
     if _torch.is_torch_function_all_disabled():
         return "disabled"
     return "enabled" if _torch.is_torch_function_enabled() else "disabled for subclasses"
 
 
-def _hold_torch_function(value: str, slots: Slots, device: torch.device) -> End:
-    if value == _read_torch_function(slots):
-        return None
-    return _entered(_torch.DisableTorchFunction() if value == "disabled" else _torch.DisableTorchFunctionSubclass())
+def _without_torch_function(how: str) -> AbstractContextManager[Any]:
+    disabled = _torch.DisableTorchFunction if how == "disabled" else _torch.DisableTorchFunctionSubclass
+    context: AbstractContextManager[Any] = disabled()
+    return context
 
 
 def _read_saved_tensor_hooks(slots: Slots) -> tuple[Any, str | None]:
@@ -140,18 +145,14 @@ def _read_saved_tensor_hooks(slots: Slots) -> tuple[Any, str | None]:
 
 def _hold_saved_tensor_hooks(value: tuple[Any, str | None], slots: Slots, device: torch.device) -> End:
     hooks, why_disabled = value
+    if hooks is None and why_disabled is None:
+        return None
+    ends = ExitStack()
     if hooks is not None:
-        _torch.push_saved_tensors_hooks(*hooks)
+        ends.enter_context(saved_tensors_hooks(*hooks))
     if why_disabled is not None:
-        _torch.disable_saved_tensors_hooks(why_disabled)
-
-    def end() -> None:
-        if why_disabled is not None:
-            _torch.enable_saved_tensors_hooks()
-        if hooks is not None:
-            _torch.pop_saved_tensors_hooks()
-
-    return end
+        ends.enter_context(disable_saved_tensors_hooks(why_disabled))
+    return ends.close
 
 
 def _set_threads(value: int, *_: object) -> None:
@@ -190,13 +191,13 @@ def _hold_waits(value: Any, slots: Slots, device: torch.device) -> End:
 
 CARRIED: tuple[Setting, ...] = (
     # Inference mode changes grad mode, so it comes first.
-    Setting("inference mode", lambda slots: torch.is_inference_mode_enabled(), _hold_inference_mode),
+    _context("inference mode", torch.is_inference_mode_enabled, torch.inference_mode),
     _switch("grad mode", torch.is_grad_enabled, torch.set_grad_enabled),
     _switch("forward-mode gradients", _torch.is_fwd_grad_enabled, _torch.set_fwd_grad_enabled),
-    _switch("multithreaded backward", _torch.is_multithreading_enabled, _torch.set_multithreading_enabled),
+    _switch("multithreaded backward", _torch.is_multithreading_enabled, torch.autograd.set_multithreading_enabled),
     _switch("view replay", _torch.is_view_replay_enabled, _torch.set_view_replay_enabled),
     Setting("autocast", _read_autocast, _hold_autocast, _restore_autocast),
-    Setting("torch function", _read_torch_function, _hold_torch_function),
+    _context("torch function", _torch_function, _without_torch_function),
     Setting("torch function modes", _read_function_modes, _hold_function_modes, one_at_a_time=True),
     Setting(
         "torch dispatch modes",
