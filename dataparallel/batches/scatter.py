@@ -135,7 +135,7 @@ def scatter(
     on their slot's device. Host memory is the caller's again when this returns, also if it is pinned.
 
     Args:
-        inputs: tensors, containers and batches (see ``batch_types``), nested to any depth.
+        inputs: tensors, containers and batches (see ``dataparallel.batch_types``), nested to any depth.
         target_gpus: the slots, of any device type.
         dim: the batch dimension of the tensors; batch types have their own.
         chunk_sizes: the number of samples for each slot, at least 1 each, which have to be all of the batch. With a

@@ -473,7 +473,7 @@ class Written:
         elif isinstance(self.container, (list, deque, dict, UserDict)):
             self.container[self.key] = value
         else:
-            object.__setattr__(self.container, self.key, value)  # as `batch_types` builds dataclasses
+            object.__setattr__(self.container, self.key, value)  # as `_rebuild_dataclass` does
 
 
 class CopiedContainer(NamedTuple):

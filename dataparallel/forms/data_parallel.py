@@ -248,6 +248,9 @@ class DataParallel(nn.DataParallel[M]):
             error = AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}, {hint}")
             raise error from None
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *([] if self._dataparallel_as_torch else ["options"])]
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns all attributes, so that a copy has options of its own."""
         own = self._dataparallel

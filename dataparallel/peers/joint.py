@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -319,11 +321,7 @@ def joint(
                 "of the replica's device"
             )
     check_checkpoints(place)
-
-    def of_all(inputs: list[_Input]) -> list[list[Tensor]]:
-        return _compute(inputs, combine)
-
-    results: list[Tensor] = place.meet(request, _Input(tensors, device, note), of_all)
+    results: list[Tensor] = place.meet(request, _Input(tensors, device, note), partial(_compute, combine=combine))
     note_results(request, results)
     return results
 
@@ -337,7 +335,8 @@ def _compute(inputs: list[_Input], combine: Combine) -> list[list[Tensor]]:
     for one, own in zip(inputs, results, strict=True):
         if not one.records:
             own[:] = [result.detach() for result in own]
-        _record_use(one, own, streams)
+        if one.stream is not None and one.stream != streams[one.device]:
+            _record_use(own, one.device, one.stream)
     return results
 
 
@@ -358,20 +357,15 @@ def _on_streams(inputs: Sequence[_Input], streams: dict[torch.device, torch.Stre
     others = [(one, one.stream) for one in inputs if one.stream is not None and one.stream != streams[one.device]]
     for one, stream in others:
         Event(stream).make_wait(streams[one.device])
-        for tensor in one.tensors:
-            for memory in memory_of(tensor):
-                memory.record_stream(streams[one.device])
+        _record_use(one.tensors, one.device, streams[one.device])
     with streams_set(streams):
         yield
     for one, stream in others:
         Event(streams[one.device]).make_wait(stream)
 
 
-def _record_use(one: _Input, results: Sequence[Tensor], streams: dict[torch.device, torch.Stream]) -> None:
-    """Tells the allocator that a replica's stream uses results, whose memory belongs to the stream in ``streams``."""
-    if one.stream is None or one.stream == streams[one.device]:
-        return
-    for result in results:
-        for memory in memory_of(result):
-            if memory.device == one.device:
-                memory.record_stream(one.stream)
+def _record_use(tensors: Sequence[Tensor], device: torch.device, stream: torch.Stream) -> None:
+    """Tells the allocator that another stream than that of its allocation uses the tensors' memory on the device."""
+    for memory in chain.from_iterable(map(memory_of, tensors)):
+        if memory.device == device:
+            memory.record_stream(stream)
