@@ -98,8 +98,7 @@ def own_options(wrapper: Any) -> WrapperOptions:
         own = WrapperOptions(wrapper.device_ids, completed(FormOptions, {}, "", bucket_cap_mb=BUCKET_CAP_MB))
         own.keep_replicas(None, wrapper._dataparallel_as_torch)
         own = vars(wrapper).setdefault("_dataparallel", own)  # several threads may call at once
-    dim = checked_option("dim", wrapper.dim)
-    vars(own).update(slots=wrapper.device_ids, output_device=wrapper.output_device, dim=dim)
+    vars(own).update(slots=wrapper.device_ids, output_device=wrapper.output_device, dim=wrapper.dim)
     return own
 
 
@@ -308,6 +307,7 @@ class _Maker(ReplicaMaker):
     @_torch.leave_alone
     def __init__(self, wrapper: DataParallel[Any]) -> None:
         self._wrapper, own = wrapper, own_options(wrapper)
+        vars(own)["dim"] = checked_option("dim", own.dim)
         self.options, self.kept, self._compiled = own, own.kept, own.compiled
         self.hands_back = not wrapper._dataparallel_as_torch
         if wrapper.device_ids and (names := [n for n in _STAGES if not is_own_stage(getattr(wrapper, n))]):
