@@ -138,7 +138,7 @@ def run_replicas(
         if permits is not None and workers is None:
             # Calls of one kind take about the same way through the code.
             modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _torch.is_any_autocast_enabled()
-            kind = hash((method, _size_of(arguments[0], keywords[0]) if has_compiled else None, modes))
+            kind = method, _size_of(arguments[0], keywords[0]) if has_compiled else None, modes
             training = getattr(modules[0], "training", None)
             call = permits.begin_call(kind, training, at_once, current_streams(slots), has_compiled)
             divisor = min(cores(), permits.largest if has_compiled else at_once)

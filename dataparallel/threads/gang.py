@@ -235,9 +235,10 @@ class Gang:
     def _note_ended(self, slot: int) -> None:
         """Needs the lock."""
         self._progress += 1
-        for state in (self._parked, self._ready):  # the slot is in one of them if Ctrl-C has ended its wait
-            state.pop(slot, None)
-        self._running.discard(slot)
+        for waits in (self._parked, self._ready):  # the slot is in one of them if Ctrl-C has ended its wait
+            waits.pop(slot, None)
+        for slots in (self._running, self._paused):
+            slots.discard(slot)
         self._tasks[slot] = None
         if self._outcomes[slot].error is not None:
             self._has_failed = True
