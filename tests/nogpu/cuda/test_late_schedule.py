@@ -1,6 +1,6 @@
 """What waits under `late_schedule`, and what makes it be done.
 
-`test_late_faults` has programs that lack a wait, and `test_random_programs` random ones.
+`test_late_faults` has programs that lack a wait, and `nogpu/test_clocks_graphs` random ones.
 """
 
 from processes import run_script

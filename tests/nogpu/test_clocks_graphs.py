@@ -5,6 +5,7 @@ to it in place on one stream while an operator for the other input still reads i
 that, and they are right: nothing orders the two.
 """
 
+import contextlib
 from collections.abc import Callable
 
 import hypothesis
@@ -12,7 +13,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-pytestmark = pytest.mark.devices("sim")
+from clocked import check_clocks
+from nogpu import cuda
+
+pytestmark = pytest.mark.devices("sim", "stand-in")
 
 DEVICES, STREAMS = 4, 3
 
@@ -40,11 +44,13 @@ nodes = st.lists(
 
 
 @pytest.fixture(scope="module")
-def streams() -> list[list[torch.Stream]]:
+def streams(request: pytest.FixtureRequest) -> list[list[torch.Stream]]:
     """For each device the default stream and others."""
+    kind = request.config.getoption("--devices")
+    devices = [torch.device(kind, index) for index in range(DEVICES)]
     return [
-        [torch.sim.default_stream(device), *(torch.Stream(torch.device("sim", device)) for _ in range(STREAMS - 1))]
-        for device in range(DEVICES)
+        [torch.accelerator.current_stream(device), *(torch.Stream(device) for _ in range(STREAMS - 1))]
+        for device in devices
     ]
 
 
@@ -56,7 +62,7 @@ def use(tensor: torch.Tensor, made_on: torch.Stream, used_on: torch.Stream, wait
                 used_on.wait_stream(made_on)
             tensor.record_stream(used_on)
         return tensor
-    with torch.sim.stream(made_on), torch.sim.stream(used_on):
+    with made_on, used_on:
         return tensor.to(used_on.device, non_blocking=True)
 
 
@@ -64,25 +70,25 @@ def run(graph: list, streams: list[list[torch.Stream]]) -> list[torch.Tensor]:
     """Builds the graph, runs backward from all its tensors, and reads all gradients on the default streams."""
     leaves = []
     made: list[tuple[torch.Tensor, torch.Stream]] = []
-    for device in range(DEVICES):
-        leaf = torch.full((4, 4), 0.5, device=torch.device("sim", device), requires_grad=True)
+    for default, *_ in streams:
+        leaf = torch.full((4, 4), 0.5, device=default.device, requires_grad=True)
         leaves.append(leaf)
-        made.append((leaf, streams[device][0]))
+        made.append((leaf, default))
     for name, first, second, device, number in graph:
         stream = streams[device][number]
         inputs = [use(*made[index % len(made)], stream) for index in (first, second)]
-        with torch.sim.stream(stream):
+        with stream:
             made.append((OPERATORS[name](*inputs), stream))
     home = streams[0][0]
     terms = [use(tensor, stream, home) for tensor, stream in made]
-    with torch.sim.stream(home):
+    with home:
         torch.stack([term.sum() for term in terms]).sum().backward()
     return [leaf.grad * 2 for leaf in leaves]
 
 
 def finish_all() -> None:
     for index in range(DEVICES):
-        torch.sim.synchronize(index)
+        torch.accelerator.synchronize(index)
 
 
 @hypothesis.settings(max_examples=1_000)
@@ -90,7 +96,7 @@ def finish_all() -> None:
 def test_no_false_alarm(streams, graph):
     gradients = run(graph, streams)
     finish_all()
-    torch.sim.check_clocks()
+    check_clocks()
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
@@ -101,10 +107,23 @@ def test_after_any_such_graph_one_missing_wait_is_found(streams, graph, device, 
     finish_all()
     made_on, used_on = (streams[device][number] for number in numbers[:2])
     used_on.wait_stream(made_on)
-    with torch.sim.stream(made_on):
+    with made_on:
         made = torch.ones(4, 4, device=made_on.device) * 2
-    with torch.sim.stream(used_on), pytest.raises(RuntimeError, match=r"^race: "):
+    with used_on, pytest.raises(RuntimeError, match=r"^race: "):
         use(made, made_on, used_on, wait=False) + 1
-    with torch.sim.stream(used_on):
+    with used_on:
         use(made, made_on, used_on) + 1
     finish_all()
+
+
+@pytest.mark.devices("stand-in")
+@hypothesis.settings(max_examples=100)
+@hypothesis.given(graph=nodes)
+def test_work_that_is_as_late_as_possible_gives_the_same(streams, graph):
+    found = []
+    for is_late in (False, True):
+        torch.manual_seed(0)
+        with cuda.late_schedule() if is_late else contextlib.nullcontext():
+            found.append([gradient.cpu() for gradient in run(graph, streams)])
+    finish_all()
+    torch.testing.assert_close(*found)
