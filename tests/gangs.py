@@ -1,6 +1,5 @@
 """What tests of gangs share: a gang's values, and the worker threads."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +20,6 @@ def values_of(tasks: Gang | SerialTasks) -> list[Any]:
         if outcome.error is not None:
             raise outcome.error
     return [outcome.value for outcome in outcomes]
-
-
-def worker_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("dataparallel-worker")}
 
 
 def forget_idle_threads(monkeypatch: pytest.MonkeyPatch) -> None:

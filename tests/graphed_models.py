@@ -1,8 +1,7 @@
 """Models of many kinds whose replicas are captured as graphs, and a training with what users do meanwhile.
 
-The GPTs and the ResNet are those of the tests of `fully_shard`, the BERT and the T5 those of compiled replicas. Here
-are a plain row of layers, torch's own encoder, recurrent layers, a model with structures in and out, and one that
-branches on its arguments and its mode.
+The GPTs and the ResNet are those of the tests of `fully_shard`, the BERT that of compiled replicas. Here are a plain
+row of layers, recurrent layers, and a model with structures in and out.
 """
 
 from __future__ import annotations
@@ -60,19 +59,6 @@ class Row(nn.Module):
         return self.last(x)
 
 
-class Encoder(nn.Module):
-    """torch's own layers of a transformer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, activation="gelu", batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.head(self.layers(self.embedding(words)))
-
-
 class Recurrent(nn.Module):
     """An LSTM and a GRU, each in a module of its own with a norm."""
 
@@ -122,45 +108,11 @@ class Mixes(nn.Module):
         return {"x": x, "y": y, "shift": state["shift"], "nothing": None}, (x + state["shift"]).sum(1)
 
 
-class Branches(nn.Module):
-    """Its parts do other things for other arguments, and in `eval()`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(Chooses() for _ in range(2))
-        self.last = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor, twice: bool = False, power: int = 1) -> Tensor:
-        for part in self.parts:
-            x = part(x, twice, power=power)
-        return self.last(x)
-
-
-class Chooses(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor, twice: bool, power: int = 1) -> Tensor:
-        y = self.layers[0](x).tanh()
-        if twice:
-            y = self.layers[1](y).sin()
-        if self.training:
-            y = 0.5 * y
-        return self.norm(x + y**power)
-
-
 def _structures(size: int, seed: int) -> Batch:
     random = generator(seed)
     x, y, shift = (torch.randn(size, WIDTH, dtype=torch.float64, generator=random) for _ in range(3))
     weights = torch.rand(size, dtype=torch.float64, generator=random) if seed % 2 else None
     return ((x, y),), {"more": {"shift": shift, "weights": weights}, "scale": 0.5}
-
-
-def _choices(size: int, seed: int) -> Batch:
-    args, _ = numbers(WIDTH)(size, seed)
-    return (*args, bool(seed % 2)), {"power": 1 + seed % 2}
 
 
 _words = tokens(LENGTH, VOCABULARY)
@@ -171,11 +123,8 @@ MODELS: dict[str, Model] = {
     "gpt": Model(seeded(Apart), _words),
     "gpt with tied weights": Model(seeded(GPT), _words),
     "bert": compiled_models.MODELS["bert"],
-    "t5 with tied weights": compiled_models.MODELS["t5"],
-    "torch's encoder": Model(seeded(Encoder), _words),
     "lstm and gru": Model(seeded(Recurrent), numbers(3, WIDTH)),
     "structures": Model(seeded(Structures), _structures),
-    "branches": Model(seeded(Branches), _choices),
 }
 
 

@@ -48,11 +48,6 @@ class Net(nn.Module):
         return self.first(x)
 
 
-def read_by_the_host(x: Tensor) -> None:
-    """What forbids a capture."""
-    x.detach().sum().item()
-
-
 def build(root: torch.device, kind: Callable[[], nn.Module] = Net) -> nn.Module:
     torch.manual_seed(0)
     return kind().double().to(root)

@@ -7,16 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from dataparallel import comm
 from dataparallel.comm import near_equal_sizes
 
 host_only = pytest.mark.devices("cpu")
-
-
-def storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 # Broadcast

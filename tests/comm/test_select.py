@@ -19,7 +19,7 @@ from dataparallel import DataParallel, comm
 from dataparallel.comm import kernels, nccl, peers, transport_choice
 from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.kernels import Cupy
-from dataparallel.comm.routes import STAR, TorchCopies
+from dataparallel.comm.routes import TorchCopies
 from dataparallel.comm.settings import TRANSPORT_VARIABLE
 from dataparallel.comm.transport_choice import Choice, Collective, choose, transport_for
 
@@ -53,40 +53,6 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(monkeypatch)
-
-
-@pure
-def test_the_librarys_choice(machine: Machine) -> None:
-    devices = machine.devices
-    assert transport_for("broadcast", devices, LARGE) == transport_for("reduce_add", devices, LARGE)
-    assert transport_for("broadcast", devices, LARGE).route == "chain"
-    assert transport_for("broadcast", devices, SMALL) == transport_for("reduce_add", devices, SMALL) == STAR
-    assert transport_for("broadcast", devices, [*SMALL, *SMALL], cap_bytes=20) == STAR
-    assert transport_for("gather", devices, LARGE) == transport_for("scatter", devices, LARGE) == TorchCopies("star")
-    assert transport_for("broadcast", devices[:2], LARGE) == TorchCopies("star")
-
-
-@pure
-@pytest.mark.parametrize("name", NAMES)
-def test_a_transport_that_is_asked_for_serves_what_it_supports(name: str, machine: Machine) -> None:
-    with comm.using(transport=name, deterministic=False):
-        for tensors in (LARGE, SMALL):
-            assert isinstance(transport_for("broadcast", machine.devices, tensors), NAMES[name])
-            assert isinstance(transport_for("reduce_add", machine.devices, tensors), NAMES[name])
-    assert machine.asked == [name]
-
-
-@pure
-@pytest.mark.parametrize("name", NAMES)
-def test_what_it_does_not_support_goes_by_plain_copies(name: str, machine: Machine) -> None:
-    with_cpu = [CPU, *machine.devices]
-    with comm.using(transport=name):
-        assert transport_for("gather", machine.devices, LARGE) == STAR
-        assert transport_for("gather", with_cpu, LARGE) == STAR
-        assert transport_for("scatter", with_cpu, LARGE) == STAR
-        assert transport_for("reduce_add", with_cpu, LARGE) == STAR
-        assert transport_for("broadcast", with_cpu, LARGE) == STAR
-        assert transport_for("broadcast", with_cpu[:2], LARGE) == STAR
 
 
 @pure

@@ -4,8 +4,6 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dataparallel.comm.settings import ROUTES, TRANSPORTS, CommSettings
 from dataparallel.comm.transport_choice import Choice, choose
@@ -235,59 +233,3 @@ def test_a_transport_that_needs_the_broken_pair_is_refused(transport: str) -> No
         decide("broadcast", CUDA_8, settings=CommSettings(transport), available=ALL, failed_pairs=[BROKEN])
     assert "'host'" in str(caught.value)
     assert "DATAPARALLEL_PEER_CHECK" in str(caught.value)
-
-
-# Whatever is asked, wherever
-
-DEVICES = st.sampled_from([cuda(0, 1, 2, 3), sim(0, 1, 2, 3), [CPU, *cuda(0, 1)], [CPU]])
-SETTINGS = st.builds(
-    CommSettings, st.sampled_from([None, *TRANSPORTS]), st.sampled_from([None, *ROUTES]), st.booleans()
-)
-AVAILABLE = st.fixed_dictionaries({name: st.sampled_from([None, "it is not here"]) for name in ("nccl", "cupy")})
-
-
-MACHINES = DEVICES.flatmap(lambda kinds: st.lists(st.sampled_from(kinds), min_size=1, max_size=6))
-
-
-@given(st.sampled_from(WORK), MACHINES, st.integers(0, 2**27), SETTINGS, AVAILABLE, st.data())
-def test_a_choice_can_always_be_carried_out(
-    work: str,
-    where: list,
-    nbytes: int,
-    settings: CommSettings,
-    available: dict,
-    data: st.DataObject,
-) -> None:
-    pairs = list(itertools.permutations([d for d in dict.fromkeys(where) if d.type != "cpu"], 2))
-    failed_pairs = data.draw(st.sets(st.sampled_from(pairs), max_size=1)) if pairs else set()
-    try:
-        problem = available.get(settings.transport)
-        choice = choose(work, where, nbytes, settings, problem, failed_pairs)
-    except ValueError:
-        assert settings.transport in ("nccl", "cupy"), "only what is asked for is refused"
-        assert work in ("broadcast", "reduce_add") or (settings.transport == "cupy" and nbytes < 2**20)
-        assert len([device for device in where if device.type != "cpu"]) > 1
-        kinds = {device.type for device in where}
-        assert "cpu" not in kinds or "cuda" not in kinds, "what ends on the CPU goes by plain copies"
-        assert "cuda" not in kinds or available[settings.transport] is not None or failed_pairs
-        return
-    assert choice.reason
-    if len(set(where)) < 2:
-        assert choice[:2] == ("copy", "star")
-        return
-    if failed_pairs:
-        assert choice.transport == "host"
-    if choice.transport in ("nccl", "cupy"):
-        assert available[choice.transport] is None
-        assert {device.type for device in where} == {"cuda"}
-    if choice.transport == "nccl":
-        assert settings.transport == "nccl"
-        once = len(set(where)) == len(where)
-        assert once or work == "broadcast"
-        assert work == "broadcast" or not settings.deterministic
-    if choice.transport == "cupy":
-        assert settings.transport == "cupy"
-        assert work in ("broadcast", "reduce_add") or nbytes < 2**20
-    if choice.route != "star":
-        assert choice.transport == "copy"
-        assert work in ("broadcast", "reduce_add")

@@ -1,18 +1,21 @@
 """Calls without a graph, one after the other: nothing of the last call is in the next.
 
 Tests of tensors are in test_tensor_stores, of what somebody else holds in test_kept_replicas_held, of `frozen` in
-test_kept_replicas_frozen, of the changes of a tree that are noticed in test_snapshot.
+test_kept_replicas_frozen.
 """
 
+import functools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from nets import DOES, Net, on_one_device
+from dataparallel import DataParallel
+from nets import DOES, Net, build, on_one_device
 
 
 def constant_layer(net: Net) -> nn.Linear:
@@ -49,6 +52,8 @@ MUTATIONS: dict[str, Callable[[Net], Any]] = {
     "another buffer": lambda net: setattr(net, "shift", net.shift * 2),
     "a buffer more": lambda net: net.linear.register_buffer("late", torch.ones_like(net.shift)),
     "another dtype and back": lambda net: net.float().double(),
+    "another order": lambda net: net.inner._modules.update({"0": net.inner._modules.pop("0")}),
+    "another class": lambda net: setattr(net.inner[1], "__class__", nn.Sigmoid),
 }
 
 
@@ -60,6 +65,74 @@ def test_a_change_is_seen_at_the_next_forward(mutate, net, wrapped, call, x) -> 
         mutate(net)
         for _ in range(2):
             torch.testing.assert_close(call(), on_one_device(net, x), rtol=0, atol=1e-9)
+
+
+class Calls:
+    """Stands in the place of a method."""
+
+    run: Callable[[Tensor], Tensor] = staticmethod(torch.tanh)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+class Refers(Net):
+    """Adds what its plain attributes lead to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items: list[Any] = []
+        self.table: dict[str, Any] = {}
+        self.ordered: OrderedDict[str, Any] = OrderedDict(a=None)
+        self.partial = functools.partial(max, None)
+        self.function = lambda: holder
+        holder = None
+        self.inner[1].forward = Calls()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        held = [*self.items, *self.table.values(), *self.ordered.values(), *self.partial.args, self.function()]
+        for each in [*held, getattr(self.function, "owner", None)]:
+            if isinstance(each, Refers):
+                each = each.linear
+            if each is not None:
+                y = y + (x @ each if isinstance(each, Tensor) else each(x))
+        return y
+
+
+COME_TO_REFER: dict[str, Callable[[Refers], Any]] = {
+    "a list to a child": lambda net: net.items.append(net.linear),
+    "a list to a parameter": lambda net: net.items.append(net.linear.weight),
+    "a list to a method": lambda net: net.items.append(net.linear.forward),
+    "a table to the tree": lambda net: net.table.update(me=net),
+    "an ordered dict to a child": lambda net: net.ordered.update(a=net.linear),
+    "a partial to a child": lambda net: net.partial.__setstate__((max, (net.linear,), {}, {})),
+    "a cell to a child": lambda net: setattr(net.function.__closure__[0], "cell_contents", net.linear),
+    "a function's attribute to a child": lambda net: setattr(net.function, "owner", net.linear),
+    "an object in the place of a method to a child": lambda net: setattr(net.inner[1].forward, "run", net.linear),
+}
+
+
+@pytest.mark.parametrize("change", COME_TO_REFER.values(), ids=COME_TO_REFER)
+def test_attributes_that_come_to_refer_to_the_tree_refer_to_replicas(change, slots, root, x, without_graph) -> None:
+    net = build(root, Refers)
+    wrapped = DataParallel(net, slots)
+    for _ in range(2):
+        for _ in range(2):
+            with without_graph():
+                torch.testing.assert_close(wrapped(x), on_one_device(net, x), rtol=0, atol=1e-9)
+        change(net)
+
+
+def test_what_cannot_be_replicated_any_more_is_refused_at_the_next_forward(net, call, x) -> None:
+    net.held = []
+    call()
+    call()
+    net.held.append(torch.compile(net.inner, backend="eager"))
+    with pytest.raises(RuntimeError, match=r"cannot replicate .*held.* compiled"):
+        call()
+    net.held.clear()
+    torch.testing.assert_close(call(), on_one_device(net, x))
 
 
 def test_calls_from_several_threads(net, wrapped, root, without_graph) -> None:

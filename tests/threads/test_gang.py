@@ -2,14 +2,13 @@
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from dataparallel.threads.gang import Gang
 from dataparallel.threads.pool import Skipped
-from gangs import values, values_of, worker_threads
+from gangs import values, values_of
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -40,39 +39,10 @@ def test_without_a_permit_nothing_can_run() -> None:
         Gang([int], 0)
 
 
-@pytest.mark.parametrize("permits", [1, 2, 3, 8])
-def test_never_more_tasks_run_than_there_are_permits(permits: int) -> None:
-    overlap = Overlap()
-    assert values([overlap.task] * 12, permits) == [None] * 12
-    assert overlap.most <= permits
-
-
 @pytest.mark.parametrize("permits", [2, 3, 8])
 def test_as_many_tasks_run_as_there_are_permits(permits: int) -> None:
     together = threading.Barrier(permits)
     values([lambda: together.wait(TIMEOUT)] * (2 * permits), permits)
-
-
-@pytest.mark.parametrize("permits", [1, 2, 3])
-def test_tasks_start_in_slot_order(permits: int) -> None:
-    started: list[int] = []
-    values([lambda slot=slot: started.append(slot) for slot in range(12)], permits)
-    # Threads that were admitted together may reach their tasks in another order.
-    assert all(slot < place + permits for place, slot in enumerate(started))
-    assert sorted(started) == list(range(12))
-
-
-def test_tasks_of_one_group_never_run_at_the_same_time() -> None:
-    overlap = Overlap()
-    groups = ["a", "b", "a", "b", "a", "b"]
-    values([lambda key=key: overlap.task(key) for key in groups], 6, groups)
-    assert overlap.most_of_one_key == 1
-
-
-@pytest.mark.parametrize("groups", [["a", "b"], [None, None], ["a", None]])
-def test_tasks_of_other_groups_or_none_run_at_the_same_time(groups: list) -> None:
-    together = threading.Barrier(2)
-    values([lambda: together.wait(TIMEOUT)] * 2, 2, groups)
 
 
 def tree(depth: int, width: int, permits: int) -> int:
@@ -125,11 +95,6 @@ def fail() -> None:
     raise KeyError("slot")
 
 
-def test_a_failure_skips_higher_slots_that_have_not_started() -> None:
-    outcomes = Gang([int, fail, int, int], 1).run_tasks()
-    assert [type(outcome.error) for outcome in outcomes] == [type(None), KeyError, Skipped, Skipped]
-
-
 def test_a_failure_neither_stops_running_tasks_nor_skips_lower_ones() -> None:
     failing, ran = threading.Event(), []
 
@@ -147,19 +112,6 @@ def test_a_failure_neither_stops_running_tasks_nor_skips_lower_ones() -> None:
     assert ran == [1]
     kinds = [type(outcome.error) for outcome in outcomes]
     assert kinds == [type(None), type(None), KeyError, type(None), Skipped]
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), StopIteration(1)])
-def test_any_exception_is_an_outcome(error: BaseException) -> None:
-    def task() -> None:
-        raise error
-
-    outcomes = Gang([int, task], 1).run_tasks()
-    assert outcomes[0].value == 0
-    assert outcomes[1].error is error
-    before = worker_threads()
-    assert values([int] * 2, 1) == [0, 0]
-    assert worker_threads() == before
 
 
 # ---- tasks that wait for each other by their own means: after `stall_timeout` all of them run ------------------------
@@ -208,12 +160,3 @@ def test_a_nested_gang_may_wait_for_another_tasks_one() -> None:
 
     found = values_of(Gang([nested] * 2, 1, stall_timeout=0.2))
     assert sorted([*found[0], *found[1]]) == [0, 1, 2, 3]
-
-
-def test_gangs_whose_timeout_ends_as_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataparallel.threads.pool.POLL_SECONDS", 0.002)
-    tasks: list[Callable[[], None]] = [lambda: time.sleep(0.002)] * 3
-    gangs = [Gang(tasks, 1, stall_timeout=0.001) for _ in range(150)]
-    for gang in gangs:
-        values_of(gang)
-    assert any(gang.stalled for gang in gangs)

@@ -5,7 +5,7 @@ Tensors come and go by copies, which torch makes without kernels. So these tests
 
 import pytest
 
-from processes import run_ranks, run_script
+from processes import run_ranks
 from stand_in import IN_OWN_PROCESSES
 
 pytestmark = [*IN_OWN_PROCESSES, pytest.mark.usefixtures("compiled_libraries")]
@@ -33,41 +33,6 @@ def same(tensor, expected):
     assert torch.equal(tensor.cpu(), expected), (tensor.cpu(), expected)
 """
 )
-
-
-def test_torch_cuda_nccl():
-    run_script(
-        START
-        + """
-count = 3
-def on_devices(rows):
-    return [row.to(f"cuda:{i}") for i, row in enumerate(rows)]
-rows = torch.randn(count, 1000)
-total = rows[0].clone()
-for row in rows[1:]:
-    total += row
-tensors = on_devices(rows)
-nccl.all_reduce(tensors)
-assert all(torch.equal(t.cpu(), total) for t in tensors)
-tensors = on_devices(rows)
-nccl.broadcast(tensors, root=0)
-assert all(torch.equal(t.cpu(), rows[0]) for t in tensors)
-tensors = on_devices(rows)
-nccl.reduce(tensors, output=tensors[1], root=1)
-assert torch.equal(tensors[1].cpu(), total)
-tensors, gathered = on_devices(rows), on_devices(torch.zeros(count, count * 1000))
-nccl.all_gather(tensors, gathered)
-assert all(torch.equal(g.cpu(), rows.flatten()) for g in gathered)
-long, short = on_devices(torch.arange(count * count * 5.0).reshape(count, -1)), on_devices(torch.zeros(count, 5))
-nccl.reduce_scatter(long, short)
-whole = sum(t.cpu() for t in long).reshape(count, 5)
-assert all(torch.equal(s.cpu(), row) for s, row in zip(short, whole))
-halves = on_devices(torch.ones(count, 4, dtype=torch.bfloat16))
-nccl.all_reduce(halves)
-assert halves[0].cpu().tolist() == [count] * 4
-torch.cuda.synchronize()
-"""
-    )
 
 
 @pytest.mark.parametrize("count", [2, 3])

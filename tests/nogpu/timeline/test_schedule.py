@@ -55,25 +55,6 @@ class TestHost:
         assert [step.on for step in result.critical_path] == ["host"] * 4 + ["device"]
         assert result.host_idle == 2
 
-    def test_threads_take_turns_with_the_lock(self):
-        program = Program()
-        for _ in range(2):
-            for thread in (0, 1, 2):
-                program.kernel((0, thread), 1, thread=thread)
-        result = run(program, machine(1, host=Host(3, 4, 5)))
-        # A thread is free again after 7 seconds, but the lock only after 9.
-        assert result.issue == [0, 3, 6, 9, 12, 15]
-        assert result.time == 23
-        assert [thread.for_others for thread in result.threads] == [2, 2, 2]
-
-    def test_threads_of_a_backward_pass_hold_no_lock(self):
-        program = Program()
-        for _ in range(2):
-            program.kernel((0, 0), 1)
-            for thread in (1, 2, 3):
-                program.kernel((0, thread), 1, thread=thread, in_backward=True)
-        assert run(program, machine(1, host=Host(3, 4, 5))).issue == [0, 0, 0, 0, 7, 5, 5, 5]
-
     @pytest.mark.parametrize("in_backward", [False, True])
     def test_a_graph_is_one_call(self, in_backward):
         program = Program()
@@ -106,14 +87,6 @@ class TestHost:
         result = run(program, machine(1, host=Host(measured=0.5)))
         assert result.issue == [0, 1, 0]
         assert times(result) == [(1, 2), (2.5, 3.5), (2, 3)]
-
-    def test_a_free_host_costs_nothing(self):
-        program = Program()
-        for _ in range(4):
-            program.kernel((0, 0), 2)
-        slow = machine(1, host=Host(3, 4, 5))
-        assert run(program, slow.with_free_host()).time == 8
-        assert slow.with_free_host().host == Host.free() != slow.host
 
 
 class TestCopies:

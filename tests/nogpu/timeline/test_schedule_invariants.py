@@ -14,7 +14,6 @@ from nogpu.timeline import (
     Host,
     Launch,
     Machine,
-    Path,
     Recording,
     StreamName,
     Wiring,
@@ -113,43 +112,6 @@ def machines(draw: st.DrawFn) -> Machine:
     return Machine("drawn", DEVICES, flops, draw(rates), draw(costs), draw(wirings()), host, peer_kernels=share)
 
 
-@st.composite
-def better(draw: st.DrawFn, machine: Machine) -> Machine:
-    """A machine that is at least as good in every respect, and better in those that are drawn."""
-
-    def by() -> float:
-        return draw(st.sampled_from([1.0, 1.0, 1.5, 4.0]))
-
-    host = machine.host
-    measured = None if host.measured is None else host.measured / by()
-    paths = {
-        ends: Path(path.bandwidth * by(), path.latency / by(), path.links)
-        for ends, path in machine.wiring.paths.items()
-    }
-    links = {link: capacity + draw(st.integers(0, 1)) for link, capacity in machine.wiring.links.items()}
-    return Machine(
-        "better",
-        DEVICES,
-        {"float32": machine.flops["float32"] * by()},
-        machine.memory_bandwidth * by(),
-        machine.kernel_latency / by(),
-        Wiring(links, paths),
-        Host(
-            host.lock / by(),
-            host.rest / by(),
-            host.backward / by(),
-            measured,
-            more_cores(host, draw(st.booleans())),
-            host.graph / by(),
-        ),
-    )
-
-
-def more_cores(host: Host, one_more: bool) -> int | None:
-    """A lock stays one: without it a launch keeps a core for longer than the lock."""
-    return None if host.cores is None else host.cores + one_more
-
-
 def fair_merge(recording: Recording) -> list[int]:
     """The host order, from its description: in each unit of time each thread makes one call, if it can."""
     order: list[int] = []
@@ -211,14 +173,6 @@ def test_each_time_is_the_latest_of_what_it_waits_for(recording, machine):
 
 def link_is_full(ends: dict[str, list[float]], machine: Machine, link: str) -> bool:
     return len(ends[link]) >= machine.wiring.links[link]
-
-
-@given(st.data(), recordings(peers=False), machines())
-def test_no_launch_ends_later_on_a_better_machine(data, recording, machine):
-    quick = schedule(recording, data.draw(better(machine)))
-    slow = schedule(recording, machine)
-    assert all(a <= b for a, b in zip(quick.end, slow.end, strict=True))
-    assert all(a <= b for a, b in zip(quick.issue, slow.issue, strict=True))
 
 
 @given(recordings(), machines())

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from at_once import in_threads
 from dataparallel.replicas.compiled import compile_lock as room
 from dataparallel.replicas.compiled.compile_lock import CompileLock, compile_lock
 from dataparallel.threads.gang import Gang
@@ -55,57 +54,6 @@ def inside(one: CompileLock, left: threading.Event) -> tuple[Thread, threading.E
     thread = Thread(lambda: one.run_inside(stay))
     wait(entered)
     return thread, entered
-
-
-def test_who_is_to_be_alone_waits_until_the_others_are_outside() -> None:
-    one, left, order = CompileLock(), threading.Event(), []
-    stays, _ = inside(one, left)
-    compiles = Thread(lambda: one.run_inside(one.run_alone, order.append, "alone"))
-    time.sleep(0.05)
-    assert order == []
-    assert one.is_taken
-    left.set()
-    compiles.end()
-    stays.end()
-    assert order == ["alone"]
-    assert one.turns == 1
-
-
-def test_nobody_enters_while_one_is_alone() -> None:
-    one, begun, end, order = CompileLock(), threading.Event(), threading.Event(), []
-
-    def compile() -> None:
-        begun.set()
-        wait(end)
-        order.append("compiled")
-
-    compiles = Thread(lambda: one.run_inside(one.run_alone, compile))
-    wait(begun)
-    enters = Thread(lambda: one.run_inside(order.append, "entered"))
-    time.sleep(0.05)
-    assert order == []
-    end.set()
-    compiles.end()
-    enters.end()
-    assert order == ["compiled", "entered"]
-
-
-def test_one_is_alone_at_a_time_and_those_that_wait_for_a_turn_are_outside() -> None:
-    one, inside_now, most = CompileLock(), [], []
-
-    def compile() -> None:
-        inside_now.append(1)
-        most.append(len(inside_now))
-        time.sleep(0.002)
-        inside_now.pop()
-
-    def work(index: int, barrier: threading.Barrier) -> None:
-        barrier.wait(TIMEOUT)
-        for _ in range(10):
-            one.run_inside(one.run_alone, compile)
-
-    in_threads(6, work)
-    assert most == [1] * 60
 
 
 def test_who_waits_aside_holds_nobody_up() -> None:

@@ -32,8 +32,7 @@ COUNTS = (2, 3, 8)
 def covering() -> list[Any]:
     """A form, a way, a number of slots and a model, such that any two values of different kinds meet at least once.
 
-    The first three models make a Latin square of order 3, in which each pair of the other kinds meets. The fourth one
-    meets each value once.
+    The models make a Latin square of order 3, in which each pair of the other kinds meets.
     """
     forms = list(FORMS)
     rows = [
