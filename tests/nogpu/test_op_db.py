@@ -1,5 +1,5 @@
-"""Every operator of torch's own database of samples on a stand-in: right, or refused by an error that names what is
-missing. `beside_cpu` is the script behind it.
+"""Every operator of torch's own database of samples on devices without hardware: right, or refused by an error that
+names what is missing. `beside_cpu` is the script behind it.
 """
 
 import collections
@@ -11,9 +11,14 @@ from pathlib import Path
 import pytest
 
 from processes import environment
-from stand_in import IN_OWN_PROCESSES
+from stand_in import needs_stand_in
 
-pytestmark = [*IN_OWN_PROCESSES, pytest.mark.watchdog(3600.0)]
+pytestmark = [
+    pytest.mark.devices("cpu"),  # each test has a process of its own
+    pytest.mark.watchdog(3600.0),
+    pytest.mark.usefixtures("available"),
+    pytest.mark.parametrize("kind", ["sim", pytest.param("cuda", marks=needs_stand_in)]),
+]
 
 SCRIPT = Path(__file__).with_name("beside_cpu.py")
 PIECES = 16
@@ -61,18 +66,18 @@ def check(record_property, *arguments: str) -> None:
     assert counts["right"] > 0
 
 
-def test_operators_that_programs_meet(record_property):
+def test_operators_that_programs_meet(record_property, kind):
     names = "add,mm,sum,cat,index_put,softmax,nn.functional.conv2d,nn.functional.batch_norm,nn.functional.dropout"
     names += ",nn.functional.scaled_dot_product_attention,nn.functional.layer_norm,nn.functional.rms_norm"
     names += ",nn.functional.cross_entropy,nn.functional.embedding,linalg.solve,fft.fft,sparse.sampled_addmm,nonzero"
-    check(record_property, "--names", names, "--samples", "4")
+    check(record_property, kind, "--names", names, "--samples", "4")
 
 
-def test_some_of_all_operators(record_property):
-    check(record_property, "--piece", "0/24", "--samples", "3")
+def test_some_of_all_operators(record_property, kind):
+    check(record_property, kind, "--piece", "0/24", "--samples", "3")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("piece", range(PIECES))
-def test_all_operators(record_property, piece):
-    check(record_property, "--piece", f"{piece}/{PIECES}")
+def test_all_operators(record_property, kind, piece):
+    check(record_property, kind, "--piece", f"{piece}/{PIECES}")

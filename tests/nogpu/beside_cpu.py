@@ -1,8 +1,8 @@
-"""A script: every operator of torch's own database of samples, on a device of a stand-in and on the CPU.
+"""A script: every operator of torch's own database of samples, on a device without hardware and on the CPU.
 
 For each operator and dtype it prints one line of JSON: how many samples were right, which errors refused others, and
 what was wrong. Before it begins with an operator it prints its name, so that whoever reads this knows where it crashed.
-`test_op_db` starts it, with ``--piece 2/8`` and the like; by hand, ``python beside_cpu.py --names add,mm``.
+`test_op_db` starts it, with ``sim --piece 2/8`` and the like; by hand, ``python beside_cpu.py cuda --names add,mm``.
 
 Right means: the same values as on the CPU, forwards, and backwards for float64. Numbers that are drawn are as the CPU's
 in shape and dtype only, but a seed repeats them. Of numbers that nobody has set, shape and dtype are compared. A sample
@@ -25,7 +25,7 @@ from typing import Any
 
 from nogpu import cuda
 
-if __name__ == "__main__":
+if sys.argv[1] == "cuda":  # before torch is imported
     cuda.stand_in(2)
 
 import torch
@@ -33,7 +33,12 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-DEVICE = "cuda:1"
+if sys.argv[1] == "sim":
+    from nogpu import simulate
+
+    simulate(2)
+
+FIRST, DEVICE = f"{sys.argv[1]}:0", f"{sys.argv[1]}:1"
 DTYPES = ("float32", "float64", "complex64", "int64", "bool", "bfloat16")
 
 # Their results, or a part of them, are memory that nobody has written.
@@ -134,7 +139,7 @@ def check_same(found: Any, expected: Any, values: bool = True, moves: bool = Tru
         if not isinstance(theirs, torch.Tensor):
             assert not values or ours == theirs or theirs != theirs, f"{ours!r}, the CPU has {theirs!r}"
             continue
-        places = {DEVICE, "cpu"} if theirs.is_cpu and not moves else {DEVICE} if theirs.is_cpu else {DEVICE, "cuda:0"}
+        places = {DEVICE, "cpu"} if theirs.is_cpu and not moves else {DEVICE} if theirs.is_cpu else {DEVICE, FIRST}
         assert str(ours.device) in places, f"a result on {ours.device}"
         if values:
             torch.testing.assert_close(ours.detach().cpu(), theirs.detach().cpu(), equal_nan=True)
@@ -210,6 +215,7 @@ def chosen(names: str, piece: str) -> Iterator[Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=["sim", "cuda"])
     parser.add_argument("--names", default="", help="only these operators, with commas between them")
     parser.add_argument("--piece", default="0/1", help="one piece of how many, as in 0/8")
     parser.add_argument("--skip", type=int, default=0, help="how many of the piece were done already")
