@@ -1,17 +1,11 @@
-"""A net with its samples, and wrappers whose replicas are watched while the garbage collector is off."""
+"""A net with its samples."""
 
-import gc
-import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from circles import Watch
-from dataparallel import DataParallel
 from nets import Net, build, forget, samples
 
 
@@ -29,31 +23,3 @@ def net(root: torch.device) -> Net:
 @pytest.fixture
 def x(root: torch.device) -> Tensor:
     return samples(root)
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    # The first checkpoint of a process imports the compiler, and circles made by that hold the frames of the call.
-    checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.fixture
-def watch(slots: list, root: torch.device) -> Callable[[nn.Module], Watch]:
-    """A function from a module to a wrapper under watch."""
-
-    def make(module: nn.Module) -> Watch:
-        seen: list[weakref.ref] = []
-
-        class Watched(DataParallel):
-            def replicate(self, *args: Any) -> Any:
-                replicas = super().replicate(*args)
-                seen.extend(weakref.ref(each) for replica in replicas for each in replica.modules())
-                return replicas
-
-        return Watch(Watched(module.to(root), slots), seen)
-
-    return make

@@ -5,21 +5,97 @@ deleted when the call and its graph have ended.
 """
 
 import gc
+import time
 import types
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from circles import Circular, Straight
 from dataparallel import DataParallel
 from freed_later import freed_later
 
 pytestmark = [pytest.mark.usefixtures("no_collector"), freed_later]
+
+
+class Straight(nn.Module):
+    """No attribute leads to a module; the recurrent layer's lead to tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.rnn = nn.Linear(3, 3), nn.GRU(3, 3)
+
+    def block(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.rnn(self.layer(x))[0])
+
+    def forward(self, x: Tensor) -> Any:
+        # Recomputed in backward: the replica has to be there then.
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+class Circular(Straight):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.above = [self]
+        self.enter = self.block
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.enter, x, use_reentrant=False)
+
+
+def least(count: Callable[[], int]) -> int:
+    """The least of the counts in a moment: a thread of the engine may be late to drop its part of a graph."""
+    counts = [count()]
+    while counts[-1] and len(counts) < 10:
+        time.sleep(0.01)
+        counts.append(count())
+    return min(counts)
+
+
+class Watch(NamedTuple):
+    """A wrapper, and weak references to all modules of all replicas it has made."""
+
+    parallel: DataParallel
+    replicas: list[weakref.ref]
+
+    def alive(self) -> int:
+        return least(lambda: sum(replica() is not None for replica in self.replicas))
+
+    def intact(self) -> int:
+        """Replicas that still have their attributes."""
+        return sum(bool(vars(module)) for ref in self.replicas if (module := ref()) is not None)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    # The first checkpoint of a process imports the compiler, and circles made by that hold the frames of the call.
+    checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def watch(slots: list, root: torch.device) -> Callable[[nn.Module], Watch]:
+    """A function from a module to a wrapper under watch."""
+
+    def make(module: nn.Module) -> Watch:
+        seen: list[weakref.ref] = []
+
+        class Watched(DataParallel):
+            def replicate(self, *args: Any) -> Any:
+                replicas = super().replicate(*args)
+                seen.extend(weakref.ref(each) for replica in replicas for each in replica.modules())
+                return replicas
+
+        return Watch(Watched(module.to(root), slots), seen)
+
+    return make
 
 
 class BoundForward(Straight):

@@ -79,35 +79,6 @@ def check_module(module: nn.Module, inputs, device, tolerance: float = 1e-4) -> 
 # ---- recurrent layers
 
 
-class Packed(nn.Module):
-    def __init__(self, layer: nn.RNNBase) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 2, 6, 1]), enforce_sorted=False)
-        output, state = self.layer(packed)
-        return nn.utils.rnn.pad_packed_sequence(output)[0], state
-
-
-LAYERS = [
-    (nn.LSTM, {"bias": False}),
-    (nn.LSTM, {"num_layers": 2, "bidirectional": True, "proj_size": 3}),
-    (nn.GRU, {"num_layers": 2, "bidirectional": True}),
-    (nn.RNN, {"nonlinearity": "relu", "bidirectional": True}),
-]
-
-
-@pytest.mark.parametrize(("kind", "options"), LAYERS)
-def test_recurrent_layers(device, kind, options):
-    check_module(kind(5, 7, **options), [torch.randn(6, 4, 5)], device)
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_packed_sequences(device, kind):
-    check_module(Packed(kind(5, 7, 2, bidirectional=True)), [torch.randn(6, 4, 5)], device)
-
-
 def test_dropout_between_recurrent_layers_is_repeated_by_a_seed(device):
     layer = nn.LSTM(5, 32, 2, dropout=0.5).to(device)
     x = torch.randn(3, 2, 5, device=device)
@@ -144,12 +115,6 @@ def test_attention_by_each_kernel(device, backend, is_causal):
     with torch.profiler.profile() as profile:
         check_function(attention(backend, is_causal=is_causal), qkv(torch.float16), device, 3e-2)
     assert f"aten::{BACKENDS[backend]}" in {event.key for event in profile.key_averages()}
-
-
-@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION])
-def test_attention_in_full_precision(device, backend):
-    check_function(attention(backend), qkv(torch.float32, queries=5, keys=40), device)
-    check_function(attention(backend, is_causal=True, scale=0.3), qkv(torch.float32, queries=7, keys=7), device)
 
 
 @pytest.mark.parametrize("backend", [backend for backend in BACKENDS if backend is not SDPBackend.MATH])
@@ -246,12 +211,6 @@ def test_dropout_in_one_kernel(device):
 
 
 # ---- layouts and libraries
-
-
-def test_sparse_tensors_are_copied_to_another_device(device):
-    dense = torch.randn(4, 5).relu()
-    target = torch.empty(4, 5, device=device, layout=torch.sparse_coo)
-    check_same(target.copy_(dense.to("cuda:0").to_sparse()).to_dense(), dense)
 
 
 def test_what_is_not_computed_names_itself(device):

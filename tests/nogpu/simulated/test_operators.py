@@ -18,19 +18,6 @@ from like_the_cpu import DEVICE, assert_as_on_the_cpu, made, numbers
 pytestmark = pytest.mark.devices("sim")
 
 
-@pytest.mark.parametrize("mask", [None, "boolean", "additive", "causal"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_scaled_dot_product_attention(mask: str | None, dtype: torch.dtype) -> None:
-    q, k, v = (numbers(2, 3, 5, 4, dtype=dtype, seed=seed).requires_grad_() for seed in range(3))
-    masks = {"boolean": torch.ones(5, 5).tril().bool(), "additive": numbers(5, 5, dtype=dtype)}
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        attn_mask = masks[mask].to(q.device) if mask in masks else None
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=mask == "causal")
-
-    assert_as_on_the_cpu(attention, q, k, v)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(5, 5), (1, 4, 5, 5), (2, 1, 1, 5)], ids=str)
 def test_a_mask_of_attention_gets_its_gradient(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -41,11 +28,6 @@ def test_a_mask_of_attention_gets_its_gradient(shape: tuple[int, ...], dtype: to
     if dtype is torch.float64:
         leaves = [value.detach().to(DEVICE).requires_grad_() for value in (q, k, v, bias)]
         assert torch.autograd.gradgradcheck(attention, leaves, fast_mode=True)
-
-
-def test_only_the_mask_of_attention_gets_a_gradient() -> None:
-    q, k, v = (numbers(2, 3, 5, 4, seed=seed) for seed in range(3))
-    assert_as_on_the_cpu(F.scaled_dot_product_attention, q, k, v, numbers(5, 5).requires_grad_())
 
 
 def test_nested_tensors() -> None:

@@ -1,4 +1,4 @@
-"""Tensors on a simulated device: files, indices, copies, complex numbers, and which may meet in one operator."""
+"""Tensors on a simulated device: files, indices, copies, sparse ones, and which may meet in one operator."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from like_the_cpu import DEVICE, OTHER, assert_as_on_the_cpu, made, numbers
+from like_the_cpu import DEVICE, OTHER, made, numbers
 
-pytestmark = pytest.mark.devices("sim")
+pytestmark = [pytest.mark.devices("sim"), pytest.mark.filterwarnings("ignore:Sparse")]
 
 
 def saved(value: Any) -> io.BytesIO:
@@ -115,20 +115,6 @@ def test_printing_names_the_device() -> None:
     assert (x[2].item(), int(x[1]), bool(x[0]), x.tolist(), len(x)) == (2.0, 1, False, [0.0, 1.0, 2.0], 3)
 
 
-def test_complex_numbers() -> None:
-    def use(x: Tensor) -> list[Tensor]:
-        pairs = torch.view_as_real(x)
-        again = torch.view_as_complex(pairs * 2)
-        y = x.conj()
-        z = x.clone()
-        z.conj().mul_(2j)
-        return [y @ x.mT, again, x.real * 2, x.imag.contiguous(), y.imag.clone(), x.abs(), z, y.resolve_conj()]
-
-    assert_as_on_the_cpu(use, numbers(3, 3, dtype=torch.complex128).requires_grad_())
-    x = numbers(3, dtype=torch.complex128)
-    assert torch.equal(x.to(DEVICE).conj().imag.to(OTHER).cpu(), x.conj().imag)
-
-
 WRITTEN_OR_INDEXED = {
     "indexed on the CPU": lambda x, i: torch.arange(5)[i],
     "written on the CPU": lambda x, i: torch.arange(5.0).index_put_((i,), x),
@@ -142,3 +128,26 @@ WRITTEN_OR_INDEXED = {
 def test_what_is_written_or_indexed_is_on_the_device(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"same device|indices should be"):
         WRITTEN_OR_INDEXED[name](torch.ones(2, device=DEVICE), torch.tensor([0, 1], device=DEVICE))
+
+
+INDICES = torch.tensor([[0, 2, 0, 1], [1, 0, 1, 2]])
+
+
+def coo(values: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(INDICES.to(values.device), values, (3, 4))
+
+
+def test_coo_tensors_travel() -> None:
+    tensor = coo(numbers(4))
+    there = tensor.to(DEVICE)
+    assert (there.device, there.to(OTHER).device, there.cpu().device.type) == (DEVICE, OTHER, "cpu")
+    torch.testing.assert_close(there.to(OTHER).to_dense().cpu(), tensor.to_dense())
+    torch.testing.assert_close(there.cpu(), tensor)
+    assert there.coalesce().indices().device == there.clone().device == DEVICE
+
+
+def test_sparse_tensors_of_two_devices_do_not_mix() -> None:
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.add(coo(numbers(4).to(DEVICE)), coo(numbers(4).to(OTHER)))
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.sparse.mm(coo(numbers(4).to(DEVICE)), numbers(4, 2))

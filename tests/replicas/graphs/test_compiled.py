@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import graphed_models
 from dataparallel.replicas.compiled import torch_compile
-from dataparallel.replicas.compiled.calls import compiled_here
 from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.replicas.compiled.functions import _say_that_they_run_without
 from dataparallel.replicas.graphs.calls import WARM_UP
@@ -225,18 +224,6 @@ def test_code_without_the_compilers_graphs_is_compiled_as_the_user_says() -> Non
     ]
     found(nn.Linear(2, 2))(torch.ones(1, 2))
     assert seen
-
-
-@pytest.mark.devices("cpu")
-def test_functions_for_cuda_devices_are_compiled_without_them() -> None:
-    module = nn.Linear(2, 2)
-    module.compile(mode="reduce-overhead")
-    compiled = compiled_here(module)
-    assert compiled is not None
-    assert compiled.functions is not None
-    compiled.functions.are_captured = True
-    function = compiled.functions._make(torch.device("cuda", 0))
-    assert not torch_compile.uses_cuda_graphs(torch_compile.compiler_context(function._compiled))
 
 
 @with_graphs

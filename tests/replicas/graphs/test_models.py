@@ -9,11 +9,8 @@ import pytest
 import torch
 
 import sharded_steps
-from dataparallel.testing.cases import seeded
 from graphed_models import FORMS, MODELS, train
 from graphed_nets import captured, reasons
-from sharded_models import GPT
-from sharded_steps import Model
 
 pytestmark = pytest.mark.devices("cuda")
 
@@ -49,20 +46,6 @@ def test_checkpoints(is_reentrant: bool, form: str, slots: list) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     assert bool(reasons(network)) == is_reentrant
     assert is_reentrant or captured(network) > 0.7 * STEPS * len(slots)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_dropout_draws_what_it_draws_without_graphs(form: str, slots: list) -> None:
-    model = Model(seeded(GPT, dropout=0.3), MODELS["gpt"].batch)
-
-    def trained(seed: int, **options: Any) -> Any:
-        found, network = train(model, FORMS[form], slots, 8, seed, **options)
-        assert not options or captured(network) > 4 * len(slots)
-        return found
-
-    found = trained(1, graphs=True)
-    torch.testing.assert_close(found, trained(1), rtol=1e-9, atol=1e-9)
-    assert not torch.equal(found["computed"][-1], trained(2, graphs=True)["computed"][-1])
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dataparallel.replicas.graphs import pieces as pieces_of
-from dataparallel.replicas.graphs.pieces import BackwardPiece, CapturedPieces, parts_of
+from dataparallel.replicas.graphs.pieces import BackwardPiece, CapturedPieces
 from each_form import Form, graphing_forms, sharded_children
 from graphed_nets import SETTLE, Block, Net, build, captured, inputs, step
 from nogpu import cuda
@@ -102,15 +102,6 @@ class TestBackward:
         found = check(model)
         assert [len(piece.leaves) for piece in found] == [1, 1, 1, 4]  # the first one has the input and `first`
         assert model.cuts == 3
-
-    def test_is_cut_inside_of_a_module_that_computes_the_loss(self) -> None:
-        model = Parts(3, row)
-        outer = nn.Module()
-        outer.model = model
-        assert [*parts_of(outer)] == ["model.parts.0", "model.parts.1", "model.parts.2"]
-        assert [*parts_of(model)] == ["parts.0", "parts.1", "parts.2"]
-        outer.model = Part()  # it has no parts, and is one itself
-        assert [*parts_of(outer)] == ["model"]
 
     def test_is_not_cut_where_a_weight_is_kept_for_later(self) -> None:
         def run(model: Parts, x: Tensor) -> Tensor:

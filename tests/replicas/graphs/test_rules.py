@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel import whole
 from dataparallel.replicas.graphs.calls import MOST_CAPTURES, MOST_NEW_KINDS, WARM_UP
-from dataparallel.replicas.graphs.captured import Captured
 from each_form import Form, by_wrapper, graphing_forms
 from graphed_nets import SETTLE, build, captured, gradients, graphed, inputs, reasons, step
 
@@ -69,27 +68,7 @@ def losses(network: Any, module: nn.Module) -> list[Tensor]:
     return found
 
 
-@dataclass
-class Output:
-    logits: Tensor
-    note: str = "note"
-
-
 class TestOutputs:
-    def test_in_a_dataclass_are_those_of_their_call(self, form: Form, slots: list, root: torch.device) -> None:
-        def steps(network: Any, module: Any) -> Any:
-            outputs = [network(inputs(root)) for _ in range(2 * STEPS)]
-            with torch.no_grad():
-                kept = [network(inputs(root)) for _ in range(STEPS)]
-            for _ in range(STEPS):
-                module.zero_grad()
-                network(inputs(root)).logits.square().mean().backward()
-            return [each.logits for each in (*outputs, *kept)]
-
-        network = compare(form, slots, root, lambda: Head(lambda self, x: Output(self.lin(x))), steps)
-        assert captured(network)
-        assert not reasons(network)
-
     @pytest.mark.parametrize("kind", [lambda y: SimpleNamespace(y=y), lambda y: lambda: y], ids=["object", "closure"])
     def test_of_another_kind_are_not_captured(self, kind: Any, form: Form, slots: list, root: torch.device) -> None:
         def steps(network: Any, module: Any) -> Any:
@@ -118,31 +97,6 @@ class TestOutputs:
             return {"y": y * 1, "all": [y]}
 
         assert captured(compare(form, slots[:1], root, lambda: Head(run), steps))
-
-    def test_may_be_a_parameter_without_gradients(self, form: Form, slots: list, root: torch.device) -> None:
-        @torch.no_grad()
-        def steps(network: Any, module: Any) -> Any:
-            return [network(inputs(root)) for _ in range(STEPS)]
-
-        network = compare(form, slots, root, lambda: Head(lambda self, x: (self.lin(x), self.lin.weight)), steps)
-        assert captured(network)
-
-    def test_that_no_loss_uses_have_no_gradient(self, form: Form, slots: list, root: torch.device) -> None:
-        """``.grad`` is ``None`` where it is without graphs, and AdamW leaves the idle head alone."""
-
-        def steps(network: Any, module: Any) -> Any:
-            optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
-            found = []
-            for uses in [(0,)] * STEPS + [(0, 1)] * STEPS + [(1,), (0,), (1,), (0, 1)]:
-                optimizer.zero_grad()
-                outputs = network(inputs(root))
-                sum(outputs[i].square().mean() for i in uses).backward()
-                found += [None if p.grad is None else p.grad.clone() for p in module.parameters()]
-                optimizer.step()
-            return [*found, *module.parameters()]
-
-        network = compare(form, slots, root, lambda: Head(lambda self, x: (self.lin(x), self.other(x))), steps)
-        assert captured(network) > 2 * STEPS
 
 
 class TestArguments:
@@ -269,14 +223,6 @@ class TestABackwardInside:
 
 
 class TestRandomNumbers:
-    def test_a_backward_that_draws_is_not_captured(self, form: Form, slots: list, root: torch.device) -> None:
-        def run(self: Head, x: Tensor) -> Tensor:
-            return checkpoint(lambda x: self.drop(self.lin(x)), x, use_reentrant=False)
-
-        network = compare(form, slots, root, lambda: Head(run), losses)
-        assert captured(network) == 0
-        assert reasons(network) == {"its backward draws random numbers, as dropout in a checkpoint does"}
-
     def test_a_forward_that_sets_the_seed_is_not_captured(self, form: Form, slots: list, root: torch.device) -> None:
         def run(self: Head, x: Tensor) -> Tensor:
             torch.cuda.manual_seed(3)
@@ -484,18 +430,6 @@ class TestWhatAForwardReads:
 
         assert captured(compare(form, slots, root, lambda: Head(run), steps))
 
-    def test_deterministic_algorithms_fill_new_memory_and_no_argument(
-        self, form: Form, slots: list, root: torch.device
-    ) -> None:
-        def steps(network: Any, module: Any) -> Any:
-            torch.use_deterministic_algorithms(True)
-            try:
-                return losses(network, module)
-            finally:
-                torch.use_deterministic_algorithms(False)
-
-        assert captured(compare(form, slots, root, lambda: Head(lambda self, x: self.lin(x)), steps))
-
 
 class TestMemory:
     def test_changes_of_an_attribute_do_not_grow_it(self, form: Form, slots: list, root: torch.device) -> None:
@@ -509,15 +443,6 @@ class TestMemory:
             reserved.append([torch.cuda.memory_reserved(slot) for slot in {*slots}])
         assert captured(network) > 20
         assert reserved[8:] == [reserved[8]] * 16
-
-    def test_each_capture_has_a_stream_of_its_own(self, form: Form, slots: list, root: torch.device) -> None:
-        network = form(build(root), slots, graphs=True)
-        for samples in (6, 12, 18):
-            for _ in range(SETTLE):
-                step(network, inputs(root, samples))
-        streams = [each._pool.stream for each in gc.get_objects() if type(each) is Captured]
-        assert len(streams) >= 3 * len(slots)
-        assert len({*streams}) == len(streams)
 
 
 class TestThreads:
