@@ -348,7 +348,6 @@ def broadcast_bucket(
     later: Later | None = None,
     handle: Tensor | None = None,
     held: object = None,
-    tokens: Sequence[Tensor] = (),
 ) -> list[tuple[Tensor, ...]]:
     """The tensors on every slot, with nodes that sum a bucket's gradients as soon as the last slot has them.
 
@@ -360,9 +359,8 @@ def broadcast_bucket(
         may_flatten: called in each backward; False if a slot's gradients stay there, so that flattening is of no use.
         when_complete: called in each backward when a slot has its last gradient, by the thread of the slot's device.
         later: see `comm.broadcast_coalesced`.
-        handle: the output of the caller's `FromSource` for the tensors; by default this function makes one.
+        handle: the output of the caller's node for the tensors; by default this function makes a `FromSource`.
         held: see `saved_instead`.
-        tokens: outputs of nodes that have to run after the sum.
     """
     packing = Packing(slots, tensors, may_flatten)
     if handle is None:
@@ -370,8 +368,9 @@ def broadcast_bucket(
         if gradient_streams is not None:
             run_last(handle.grad_fn)
     # A node belongs to the stream that is current when it is made.
-    with streams_set({} if gradient_streams is None else {handle.device: gradient_streams.sides[handle.device]}):
-        handles = ToSlots.apply(slots, gradient_streams, sums, handle, *tokens)
+    source = tensors[0].device
+    with streams_set({} if gradient_streams is None else {source: gradient_streams.sides[source]}):
+        handles = ToSlots.apply(slots, gradient_streams, sums, source, handle)
     outputs = []
     needs_event, is_held = gradient_streams is not None, held is not None
     with saved_instead(held):
@@ -428,10 +427,10 @@ Returns the gradients for `FromSource`; ``None`` if there are none.
 
 
 class ToSlots(Node):
-    """``ToSlots.apply(slots, gradient_streams, sums, handle, *tokens)`` returns a handle for each slot.
+    """``ToSlots.apply(slots, gradient_streams, sums, source, handle)`` returns a handle for each slot.
 
-    Backward runs when the last slot has its gradients, and calls ``sums``, or without it `sum_over_slots`. Nodes that
-    have made ``tokens`` run after it.
+    Backward runs when the last slot has its gradients, and calls ``sums``, or without it `sum_over_slots`. ``source``
+    is the device of the tensors.
 
     With ``gradient_streams`` the root's side stream has to be current around ``apply``, so that the node belongs to it.
     The engine makes a node's stream wait for all that the node receives, and only the side stream may wait for the
@@ -444,14 +443,14 @@ class ToSlots(Node):
         slots: Sequence[torch.device],
         gradient_streams: GradientStreams | None,
         sums: SumsOfBucket | None,
+        source: torch.device,
         handle: Tensor,
-        *tokens: Tensor,
     ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.gradient_streams, ctx.source_device, ctx.count = gradient_streams, handle.device, 4 + len(tokens)
-        ctx.sums = sums
+        ctx.gradient_streams, ctx.source_device, ctx.sums = gradient_streams, source, sums
+        ctx.handle_device = handle.device
         if gradient_streams is None:
-            note_forward_streams(ctx, [handle.device], slots)
+            note_forward_streams(ctx, [source], slots)
         ctx.settings = settings.current()  # backward may run in a thread without the caller's settings
         run_first(ctx)
         return tuple([empty_handle(device) for device in slots])
@@ -461,10 +460,7 @@ class ToSlots(Node):
         by_slot: list[SlotGradients | None] = [*map(take_contents, envelopes)]
         with ToSlots.computing_streams_set(ctx):
             sums = (ctx.sums or ToSlots.sum_over_slots)(ctx, by_slot)
-        grads: list[Tensor | None] = [None] * ctx.count
-        if sums is not None:
-            grads[3] = envelope_with(sums, ctx.source_device)
-        return tuple(grads)
+        return None, None, None, None, None if sums is None else envelope_with(sums, ctx.handle_device)
 
     @staticmethod
     def computing_streams_set(ctx: Any) -> AbstractContextManager[None]:
@@ -552,18 +548,19 @@ class FromSource(Node):
     @staticmethod
     def backward(ctx: Any, envelope: Tensor | None) -> tuple[Tensor | None, ...]:
         sums: SourceGradients | None = take_contents(envelope)
-        return FromSource.sparing_hooks(ctx, [None] * len(ctx.tensors) if sums is None else sums.take())
+        return sparing_hooks(ctx, [None] * len(ctx.tensors) if sums is None else sums.take())
 
-    @staticmethod
-    def sparing_hooks(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Returns the gradients. Hooks on a tensor that no other node has a gradient for are not called in this pass.
 
-        The engine would call them with ``None``, because the tensor shares this node with others.
-        """
-        for (node, _), tensor, grad in zip(ctx.next_functions, ctx.tensors, grads, strict=True):
-            if grad is None:
-                _spare_hooks(node, tensor)
-        return tuple(grads)
+def sparing_hooks(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Returns the gradients for the ``node.tensors`` of a node that many tensors share, in its backward.
+
+    Hooks on a tensor that no other node has a gradient for are not called in this pass: the engine would call them with
+    ``None``.
+    """
+    for (following, _), tensor, grad in zip(node.next_functions, node.tensors, grads, strict=True):
+        if grad is None:
+            _spare_hooks(following, tensor)
+    return tuple(grads)
 
 
 def wrap_hooks(hooks: dict[int, Any] | None, wrap: Callable[[Any], Any]) -> None:

@@ -267,7 +267,6 @@ class _KeptCopies(Copies):
         sources = [[self.plan.tensors[i] for i in group] for group in self.buckets]
         row: BucketRow | None = None
         handles: Sequence[Tensor | None] = [None] * len(sources)
-        tokens: list[Tensor] = []
         if passes is not None and sources:
             names = names_of(self.plan)
             reduced = [
@@ -275,8 +274,7 @@ class _KeptCopies(Copies):
                 for of_bucket, group in zip(sources, self.buckets, strict=True)
             ]
             row = BucketRow(passes, reduced, self._streams, order)
-            handles, token = row.make_source_nodes()
-            tokens = [token]
+            handles = row.make_handles()
         gradient_streams = GradientStreams.for_forward(self.slots, self._streams)
         for position, group in reversed([*enumerate(self.buckets)]):
             outputs = broadcast_bucket(
@@ -289,7 +287,6 @@ class _KeptCopies(Copies):
                 None if order.known is not None else partial(order.arrived.append, group[0]),
                 self.later(group),
                 handles[position],
-                tokens=tokens,
             )
             self.put(group, outputs)
             if row is not None:

@@ -183,21 +183,20 @@ def _kind_of(value: object) -> str:
 class HookedSums:
     """A `Reducer` that calls a hook, without other machines. It is its `ReducerPass` too: one pass runs at a time."""
 
-    takes_all_or_none = True
-
     def __init__(self, hook: CommHook) -> None:
         self.hook = hook
-        self._has_failed = False  # in this pass
+        self._has_begun = self._has_failed = False  # in this pass
         self._last_future: Any = None  # of the last call, if it was not done at once
 
     def begin_pass(self, contents: str) -> HookedSums:
-        self._has_failed = False
+        self._has_begun = self._has_failed = False
         return self
 
     def launch(self, bucket: GradBucket) -> HookCall | None:
         """Calls the hook, once the future of the previous bucket is done, unless the hook has failed in this pass."""
         if self._has_failed:
             return None
+        self._has_begun = True
         previous, self._last_future = self._last_future, None
         try:
             if previous is not None:
@@ -209,8 +208,10 @@ class HookedSums:
         self._last_future = None if hook_call.future.done() else hook_call.future
         return hook_call
 
-    def fail(self, error: BaseException) -> None:
-        """See `ReducerPass`. There is no other process to tell."""
+    def fail(self, error: BaseException, missing: Iterator[GradBucket]) -> None:
+        """See `ReducerPass`. If there are other processes only the hook knows of them: it gets all buckets or none."""
+        for bucket in missing if self._has_begun else ():
+            self.launch(bucket)
 
     def end_pass(self, used: Sequence[bool], order: Sequence[int] | None) -> Future[Any]:
         """See `ReducerPass`. A gradient is ``None`` if no slot has used the parameter."""

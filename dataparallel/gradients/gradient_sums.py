@@ -18,18 +18,18 @@ from torch import Tensor
 from dataparallel import _torch, comm
 from dataparallel.autograd.bucket_gradients import ReadyEvent, SlotGradients, SourceGradients, ToSlots, wrap_hooks
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
-from dataparallel.comm.buckets import Bucket, flatten, has_strides
+from dataparallel.comm.buckets import Bucket, flatten, has_strides, unflatten
 from dataparallel.comm.streams.current import streams_joined, streams_set
 
 
-def written_sources(from_source: Any, sources: Sequence[Tensor]) -> set[int]:
+def written_sources(behind: Sequence[Any], sources: Sequence[Tensor]) -> set[int]:
     """Asks the engine for the positions of the sources whose ``.grad`` the running pass writes.
 
-    ``from_source``: the `FromSource` of their bucket. A buffer may be the result of a computation: then its gradient
+    ``behind``: the ``next_functions`` of their node. A buffer may be the result of a computation: then its gradient
     goes on into the computation's graph.
     """
     written = set()
-    for position, (following, _) in enumerate(from_source.next_functions):
+    for position, (following, _) in enumerate(behind):
         try:
             if _torch.will_engine_execute_node(following) and sources[position].is_leaf:
                 written.add(position)
@@ -66,8 +66,8 @@ class SourceBucket:
 
     def sum(self, node: Any, by_slot: Sequence[SlotGradients | None]) -> SourceGradients | None:
         """Returns the sums over the slots, or slot 0's gradients; see `SumsOfBucket`. ``node``: the `ToSlots`."""
-        (from_source,) = [following for following, _ in node.next_functions if following is not None]
-        written = written_sources(from_source, self.sources)
+        ((from_source, _),) = node.next_functions
+        written = written_sources(from_source.next_functions, self.sources)
         if written:
             if self.has_leaves_only and not self.sums.are_on and not torch.is_grad_enabled():
                 return SourceGradients(self.sums.keep(self, by_slot, written), None, node.source_device)
@@ -388,6 +388,11 @@ class ReducerBucket(SourceBucket):
                 )
             filled.append(torch.zeros_like(source) if grad is None else grad)
         return flatten(self.layout, filled)
+
+    def unflatten(self, flat: Tensor) -> list[Tensor]:
+        """The gradients in a flat buffer, in the order of the sources."""
+        parts = dict(zip(self.layout.indices, unflatten(self.layout, flat), strict=True))
+        return [parts[i] for i in range(len(self.sources))]
 
     def is_laid_out(self, sums: SourceGradients) -> bool:
         """True if ``sums.flat`` has the bucket's layout already, so that it needs no copy."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -41,8 +41,6 @@ class MachineSums:
 class _MachinePass:
     """The `ReducerPass` of `MachineSums`. `launch` does not call a hook yet, so ``wait`` raises its errors."""
 
-    takes_all_or_none = False
-
     def __init__(self, sums: MachineSums, contents: str) -> None:
         self.lane, self.machines, self._average, self._hook = sums.lane, sums.lane.machines, sums.average, sums.hook
         self.epoch, self.contents = self.machines.begin_pass(), contents
@@ -64,7 +62,7 @@ class _MachinePass:
         """See `ReducerPass`. The mask travels last: no rank uses a sum before all ranks have sent all of theirs."""
         return self.lane.end(_BACKWARD, used, epoch=self.epoch, extra=order)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, missing: Iterator[GradBucket]) -> None:
         """See `ReducerPass`. The other ranks call the hooks that this one has launched, so it calls them first."""
         until = time.monotonic() + _PATIENCE
         for each in self._hooked:

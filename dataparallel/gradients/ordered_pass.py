@@ -1,34 +1,83 @@
-"""`OrderedPass` launches the summed buckets of one backward in a fixed order, each as a call of a `Reducer`.
+"""`ModulePasses` gives the sums of one module's buckets to a `Reducer`: to other machines, or to a communication hook.
 
 All machines launch the same buckets in the same order, with zeros for what a machine has not got, and end the pass. If
-backward fails on one of them, it tells the others. `BucketRow` has the buckets of one forward.
+backward fails on one of them, it tells the others. `BucketRow` has the buckets of one forward, and `OrderedPass` is one
+backward over them.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.autograd.bucket_gradients import FromSource, SlotGradients, SourceGradients, ToSlots
+from dataparallel.autograd.bucket_gradients import (
+    SlotGradients,
+    SourceGradients,
+    ToSlots,
+    empty_handle,
+    sparing_hooks,
+    take_contents,
+)
 from dataparallel.autograd.node import Node, run_last
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass, wait_for_passes
 from dataparallel.batches.structures import tensors_in
-from dataparallel.comm.buckets import unflatten
-from dataparallel.comm.streams.current import Event, streams_set
+from dataparallel.comm.streams.current import Event, current_streams, memory_of, streams_set
+from dataparallel.devices import CPU
 from dataparallel.gradients.comm_hooks import GradBucket
 from dataparallel.gradients.gradient_sums import ReducerBucket, ReducerSums, WaitingGradients, written_sources
 from dataparallel.weak_members import WeakMembers
 
 _FAILED_PASS_TIMEOUT = 5.0
 """Seconds that a backward waits for the engine's threads to leave one that has failed. Then it raises."""
+
+_PREVIOUS_PASS_TIMEOUT = 300.0
+"""Seconds that a pass waits for the pass before it in the same backward. Only an error makes the wait that long."""
+
+
+class AsyncResult(Protocol):
+    """The result of work that a reducer has begun. ``wait`` blocks the host, and returns it or raises the error."""
+
+    def wait(self) -> Any: ...
+
+
+class ReducerPass(Protocol):
+    """One pass of a `Reducer`."""
+
+    def launch(self, bucket: GradBucket) -> AsyncResult | None:
+        """Begins to reduce a bucket, whose buffer it may write to and keep.
+
+        Called in the order of buckets, in any thread, which it does not block if it can. A parameter that no slot has
+        used has zeros in the bucket. The result is the reduced flat tensor, the launched one or one like it, ordered on
+        the stream that is current in ``wait``; ``None`` if an earlier launch of this pass has raised.
+        """
+
+    def end_pass(self, used: Sequence[bool], order: Sequence[int] | None) -> AsyncResult:
+        """Called after the last bucket. ``used`` says for each parameter of all buckets if it has a gradient here.
+
+        ``order``: the order in which gradients have come here, if the pass is to learn it. The result: for each
+        parameter, True if some machine has used it; and the order of rank 0, if it has said one.
+        """
+
+    def fail(self, error: BaseException, missing: Iterator[GradBucket]) -> None:
+        """The pass has failed here before its end: tells the other machines, which would wait. Nobody waits here.
+
+        ``missing``: the buckets that were not launched, of zeros.
+        """
+
+
+class Reducer(Protocol):
+    """Reduces the summed gradients of one module further. Another reducer can take its place between steps."""
+
+    def begin_pass(self, contents: str) -> ReducerPass:
+        """Begins a pass. ``contents`` says which parameters are in which bucket, and is equal on all machines."""
 
 
 class LearntOrder(Protocol):
@@ -46,7 +95,6 @@ class BucketRow:
 
     Attributes:
         contents: describes the buckets; all machines have to have the same.
-        first_positions: the position of each bucket's first parameter in the list of all parameters, then its length.
     """
 
     def __init__(
@@ -58,33 +106,16 @@ class BucketRow:
     ) -> None:
         self.passes, self.buckets, self.streams, self.order = passes, list(buckets), streams, order
         self.contents = "\n".join(f"{i}: {bucket.describe()}" for i, bucket in enumerate(buckets))
-        self.first_positions = [0, *accumulate(len(bucket.names) for bucket in self.buckets)]
         self._sum_nodes: dict[int, weakref.ref[Any]] = {}  # the `ToSlots` of each bucket
+        passes.rows.add(self)
 
-    def make_source_nodes(self) -> tuple[list[Tensor], Tensor]:
-        """Makes the nodes behind `ToSlots` in backward. Returns a handle for each bucket, and a token for all. ::
-
-            parameters <-- FromReducer <-- WaitForAll <-- ToSlots of all buckets
-
-        Every `FromReducer` follows `WaitForAll`, even if the pass does not reach its bucket. So nobody waits before all
-        buckets are launched, and no ``.grad`` is written before the pass has succeeded on all machines.
-
-        On the CPU one thread runs all nodes, `WaitForAll` last, so after any error of this machine's backward. Threads
-        of accelerators never block: `WaitForAll` runs in the thread that has called ``backward``.
-        """
-        handles: list[Tensor] = []
-        tokens: list[Tensor] = []
-        for index, bucket in enumerate(self.buckets):
-            handle, token = FromReducer.apply(*bucket.sources)
-            node: Any = handle.grad_fn
-            node.row, node.index = self, index
-            run_last(handle.grad_fn)
-            handles.append(handle)
-            tokens.append(token)
-        token = WaitForAll.apply(self, *tokens)
-        self._wait_node: weakref.ref[Any] = weakref.ref(token.grad_fn)
-        self.passes.rows.add(self)
-        return handles, token
+    def make_handles(self) -> tuple[Tensor, ...]:
+        """Makes the node behind `ToSlots` in backward. Returns a handle for each bucket."""
+        handles: tuple[Tensor, ...] = FromReducer.apply(
+            self, *chain.from_iterable(each.sources for each in self.buckets)
+        )
+        self._node: weakref.ref[Any] = weakref.ref(handles[0].grad_fn)
+        return handles
 
     def note_copies(self, index: int, on_slots: Sequence[Sequence[Tensor]]) -> None:
         """Notes the `ToSlots` of a bucket, which the nodes of the bucket's copies lead to."""
@@ -107,15 +138,16 @@ class BucketRow:
 
     def is_reached(self) -> bool:
         """True if the running backward reaches these buckets."""
-        wait_node = self._wait_node()
-        return wait_node is not None and _torch.will_engine_execute_node(wait_node)
+        node = self._node()
+        return node is not None and _torch.will_engine_execute_node(node)
 
     def written_sources(self) -> list[set[int]]:
         """Calls `written_sources` for each bucket, in the running backward."""
-        wait_node = self._wait_node()
-        assert wait_node is not None
-        nodes = [node for node, _ in wait_node.next_functions if node is not None]
-        return [written_sources(node, bucket.sources) for node, bucket in zip(nodes, self.buckets, strict=True)]
+        node = self._node()
+        assert node is not None
+        firsts = pairwise([0, *accumulate(len(bucket.sources) for bucket in self.buckets)])
+        parts = [node.next_functions[first:last] for first, last in firsts]
+        return [written_sources(part, bucket.sources) for part, bucket in zip(parts, self.buckets, strict=True)]
 
     def without_gradients(self) -> list[int]:
         """Returns the numbers of the buckets whose copies the running backward does not reach on any slot."""
@@ -123,43 +155,46 @@ class BucketRow:
         return [index for index, node in nodes if node is None or not _torch.will_engine_execute_node(node)]
 
 
-class WaitForAll(Node):
-    """``WaitForAll.apply(row, *tokens)`` returns a token. Backward blocks until all buckets are reduced."""
+class FromReducer(Node):
+    """``FromReducer.apply(row, *sources)`` returns a handle for each bucket. Backward returns reduced gradients.
+
+    One node for all buckets: nobody waits before all of them are launched, and no ``.grad`` is written before the pass
+    has succeeded on all machines. The handles are on the CPU, so the node runs in the thread that has called
+    ``backward``, and may block there, where threads of accelerators must not. On the CPU one thread runs all nodes,
+    this one last, so after any error of this machine's backward.
+    """
 
     @staticmethod
-    def forward(ctx: Any, row: BucketRow, *tokens: Tensor) -> Tensor:
+    def forward(ctx: Any, row: BucketRow, *sources: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.row, ctx.count = row, len(tokens)
+        ctx.row, ctx.tensors = row, sources
         run_last(ctx)
-        return torch.empty(0)
+        return tuple([empty_handle(CPU) for _ in row.buckets])
 
     @staticmethod
-    def backward(ctx: Any, token: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        kept: list[SourceGradients | None] = [*map(take_contents, envelopes)]
         this_pass = ctx.row.passes.pass_over(ctx.row)
         for each in _passes_of(running_pass()):
             each.end_if_launched()  # before the wait: other machines may wait for another module's first
-        this_pass.wait_for_all()
-        return (None,) * (1 + ctx.count)
+        grads = this_pass.wait_for_gradients() if this_pass.is_reduced else this_pass.on_slot_0(kept)
+        FromReducer.hand_to_caller(grads, ctx.row.streams)
+        return (None, *sparing_hooks(ctx, grads))
+
+    @staticmethod
+    def hand_to_caller(grads: Sequence[Tensor | None], computing: dict[torch.device, torch.Stream]) -> None:
+        """Makes the caller's streams wait: for a node of the CPU the engine takes them for those of its gradients."""
+        for device, stream in current_streams(computing).items():
+            if stream != computing[device]:
+                Event(computing[device]).make_wait(stream)
+                for memory in chain.from_iterable(memory_of(grad) for grad in grads if grad is not None):
+                    if memory.device == device:
+                        memory.record_stream(stream)
 
 
 def _passes_of(backward: PassOfBackward) -> list[OrderedPass]:
     """Returns a list for the passes of all modules in one backward."""
     return backward.get(OrderedPass, lambda _: [])
-
-
-class FromReducer(FromSource):
-    """``FromReducer.apply(*tensors)`` returns a handle for them, and a token. Backward returns reduced gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Any:
-        return FromSource.forward(ctx, *tensors), torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, envelope: Tensor | None, token: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        this_pass = ctx.row.passes.pass_over(ctx.row)
-        if not this_pass.is_reduced:
-            return FromSource.backward(ctx, envelope)
-        return FromSource.sparing_hooks(ctx, this_pass.take_gradients(ctx.index))
 
 
 class ModulePasses:
@@ -232,56 +267,6 @@ def _nested() -> RuntimeError:
     )
 
 
-_PREVIOUS_PASS_TIMEOUT = 300.0
-"""Seconds that a pass waits for the pass before it in the same backward. Only an error makes the wait that long."""
-
-
-class AsyncResult(Protocol):
-    """The result of work that a reducer has begun."""
-
-    def wait(self) -> Any:
-        """Blocks the host until the work is done, and returns its result or raises its error.
-
-        After `ReducerPass.launch` the result is the reduced flat tensor, the launched one or one like it, ordered on
-        the current stream. After `ReducerPass.end_pass`: for each parameter, True if some machine has used it; and the
-        order of rank 0, if it has said one.
-        """
-
-
-class ReducerPass(Protocol):
-    """One pass of a `Reducer`.
-
-    Attributes:
-        takes_all_or_none: true if a pass that fails has to launch its missing buckets, with zeros: only a hook knows of
-            other processes, which wait.
-    """
-
-    takes_all_or_none: bool
-
-    def launch(self, bucket: GradBucket) -> AsyncResult | None:
-        """Begins to reduce a bucket, whose buffer it may write to and keep.
-
-        Called in the order of buckets, in any thread, which it does not block if it can. A parameter that no slot has
-        used has zeros in the bucket. Returns ``None`` if an earlier launch of this pass has raised: then nobody waits.
-        """
-
-    def end_pass(self, used: Sequence[bool], order: Sequence[int] | None) -> AsyncResult:
-        """Called after the last bucket. ``used`` says for each parameter of all buckets if it has a gradient here.
-
-        ``order``: the order in which gradients have come here, if the pass is to learn it.
-        """
-
-    def fail(self, error: BaseException) -> None:
-        """The pass has failed here before its end: tells the other machines, which would wait. Nobody waits here."""
-
-
-class Reducer(Protocol):
-    """Reduces the summed gradients of one module further. Another reducer can take its place between steps."""
-
-    def begin_pass(self, contents: str) -> ReducerPass:
-        """Begins a pass. ``contents`` says which parameters are in which bucket, and is equal on all machines."""
-
-
 class _Bucket(NamedTuple):
     """A bucket that is to be launched, or was launched and not waited for."""
 
@@ -318,8 +303,6 @@ class OrderedPass:
         self._taken: list[WaitingGradients] = []
         self._end_result: AsyncResult | None = None
         self._is_over = threading.Event()  # set when the end was sent, or the pass has failed
-        self._reduced: list[Tensor | None] = []  # the flat tensor of each bucket
-        self._used_anywhere: Sequence[bool] = ()
 
     def keep_on_slots(self, node: Any, index: int, by_slot: Sequence[SlotGradients | None]) -> SourceGradients:
         """Keeps a bucket's gradients on the slots; see `GradientSums.keep`."""
@@ -374,15 +357,16 @@ class OrderedPass:
             self.end_if_launched()
 
     def _launch(self, bucket: _Bucket) -> None:
-        row, index = self._row, len(self._in_flight)
-        layout, names, sources = row.buckets[index].layout, row.buckets[index].names, row.buckets[index].sources
-        parameters = [sources[i] for i in layout.indices]
-        summed = GradBucket(index, len(row.buckets), bucket.flat, parameters, [names[i] for i in layout.indices])
         assert self._reducer_pass is not None
         with streams_set(bucket.sides):
-            result = self._reducer_pass.launch(summed)
+            result = self._reducer_pass.launch(self._summed(len(self._in_flight), bucket.flat))
             launch_event = Event(bucket.sides[bucket.flat.device]) if bucket.sides else None
         self._in_flight.append(bucket._replace(result=result, launch_event=launch_event))
+
+    def _summed(self, index: int, flat: Tensor) -> GradBucket:
+        bucket, count = self._row.buckets[index], len(self._row.buckets)
+        parameters = [bucket.sources[i] for i in bucket.layout.indices]
+        return GradBucket(index, count, flat, parameters, [bucket.names[i] for i in bucket.layout.indices])
 
     def end_if_launched(self) -> None:
         """Ends the pass after its last launch, unless it has ended. Then the next pass launches."""
@@ -395,45 +379,42 @@ class OrderedPass:
             if self._next is not None:
                 self._next._launch_ready()
 
-    def wait_for_all(self) -> None:
-        """Blocks until all buckets are reduced; the computing streams are ordered after them."""
-        if not self.is_reduced:
-            return
+    def wait_for_gradients(self) -> list[Tensor | None]:
+        """Blocks until all buckets are reduced. Returns the gradients; ``None`` for what no machine has used.
+
+        The computing streams are ordered after them.
+        """
         if not self._is_over.wait(_PREVIOUS_PASS_TIMEOUT):  # only in a pass over several forwards, on accelerators
             raise RuntimeError(
                 f"after {_PREVIOUS_PASS_TIMEOUT:g} s the gradients of an earlier forward of this backward have not "
                 "been launched: an error has ended their part of it"
             )
         # `launch_event` orders the computing stream after the launch. The memory of the sums is held until then.
+        grads: list[Tensor | None] = []
         streams = self._row.streams
         with streams_set(streams):
-            while self._in_flight:
+            for of_bucket in self._row.buckets:
                 bucket = self._in_flight[0]
                 if bucket.launch_event is not None:
                     bucket.launch_event.make_wait(streams[bucket.flat.device])
                 assert bucket.result is not None
-                self._reduced.append(bucket.result.wait())
+                grads += of_bucket.unflatten(bucket.result.wait())
                 if bucket.sums is not None:
                     bucket.sums.take()
                 del self._in_flight[0], bucket
         assert self._end_result is not None
-        self._used_anywhere, order = self._end_result.wait()
+        used_anywhere, order = self._end_result.wait()
         with streams_set(streams):
             taken, self._taken = self._taken, []
             self._kept_gradients.remove_from_grads(taken)
             del taken
         self._row.order.agree(order)
+        return [grad if used else None for grad, used in zip(grads, used_anywhere, strict=True)]
 
-    def take_gradients(self, index: int) -> list[Tensor | None]:
-        """The reduced gradients of a bucket; ``None`` for parameters that no machine has used."""
-        bucket, first = self._row.buckets[index], self._row.first_positions[index]
-        grads: list[Tensor | None] = [None] * len(bucket.names)
-        flat, self._reduced[index] = self._reduced[index], None
-        assert flat is not None
-        for i, grad in zip(bucket.layout.indices, unflatten(bucket.layout, flat), strict=True):
-            if self._used_anywhere[first + i]:
-                grads[i] = grad
-        return grads
+    def on_slot_0(self, kept: Sequence[SourceGradients | None]) -> list[Tensor | None]:
+        """Slot 0's gradients, which `keep_on_slots` has returned for each bucket that the pass reaches."""
+        pairs = zip(kept, self._row.buckets, strict=True)
+        return [*chain.from_iterable([None] * len(bucket.names) if g is None else g.take() for g, bucket in pairs)]
 
     # ---- when backward has failed ------------------------------------------------------------------------------------
 
@@ -443,9 +424,7 @@ class OrderedPass:
             if self._reducer_pass is not None and not self._is_over.is_set():
                 self._is_over.set()
                 missing = range(len(self._in_flight), len(self._row.buckets))
-                for index in missing if self._in_flight and self._reducer_pass.takes_all_or_none else ():
-                    self._launch(_Bucket(self._row.buckets[index].zeros(), None, {}))
-                self._reducer_pass.fail(error)
+                self._reducer_pass.fail(error, (self._summed(i, self._row.buckets[i].zeros()) for i in missing))
         finally:
             self._kept_gradients.put_back(self._taken)
             self._taken.clear()

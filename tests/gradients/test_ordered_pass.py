@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -31,8 +31,6 @@ class Arrived:
 class Recorder:
     """An `Reducer` of one process that notes its calls. ``change`` makes what arrives of a sum."""
 
-    takes_all_or_none = False
-
     def __init__(self, change: Callable[[Tensor], Tensor] = lambda flat: flat) -> None:
         self.change = change
         self.passes: list[Recorder] = []
@@ -46,7 +44,7 @@ class Recorder:
         self.passes[-1].contents = contents
         return self.passes[-1]
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, missing: Iterator[GradBucket]) -> None:
         self.failures.append(error)
 
     def launch(self, sums: GradBucket) -> Arrived:
