@@ -138,14 +138,11 @@ class SlotGradients:
     def is_empty(self) -> bool:
         return self.flat is None and not self.separate
 
-    def receive_flat(self) -> None:
-        """Makes the current stream of the slot's device wait for ``flat``, and calls ``record_stream`` on it."""
-        if self.ready_event is not None and self.flat is not None:
-            self.ready_event.receive([self.flat])
-
-    def receive_separate(self) -> None:
+    def receive(self) -> None:
+        """Makes the current stream of the slot's device wait for the gradients, and calls ``record_stream`` on them."""
         if self.ready_event is not None:
-            self.ready_event.receive(self.separate.values())
+            flat = () if self.flat is None else (self.flat,)
+            self.ready_event.receive([*flat, *self.separate.values()])
 
     def without_flat(self) -> SlotGradients:
         grads = SlotGradients(self.as_list())
@@ -364,7 +361,7 @@ def broadcast_bucket(
     """
     packing = Packing(slots, tensors, may_flatten)
     if handle is None:
-        handle = FromSource.apply(*tensors)
+        (handle,) = FromSource.apply(tensors[0].device, [len(tensors)], as_they_are, *tensors)
         if gradient_streams is not None:
             run_last(handle.grad_fn)
     # A node belongs to the stream that is current when it is made.
@@ -458,17 +455,10 @@ class ToSlots(Node):
     @staticmethod
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Any, ...]:
         by_slot: list[SlotGradients | None] = [*map(take_contents, envelopes)]
-        with ToSlots.computing_streams_set(ctx):
+        # Those on which `OnSlot` has made gradients, for which sums wait. `FromSource` belongs to the source's stream.
+        with streams_set(ctx.streams if ctx.gradient_streams is None else ctx.gradient_streams.computing):
             sums = (ctx.sums or ToSlots.sum_over_slots)(ctx, by_slot)
         return None, None, None, None, None if sums is None else envelope_with(sums, ctx.handle_device)
-
-    @staticmethod
-    def computing_streams_set(ctx: Any) -> AbstractContextManager[None]:
-        """Makes the streams of the forward current, on which `OnSlot` has made gradients. It orders nothing.
-
-        `SlotGradients` and side streams wait for the slots' gradients. `FromSource` belongs to the source's stream.
-        """
-        return streams_set(ctx.streams if ctx.gradient_streams is None else ctx.gradient_streams.computing)
 
     @staticmethod
     def adding_streams_set(ctx: Any) -> AbstractContextManager[None]:
@@ -500,10 +490,7 @@ def _sums(present: Sequence[SlotGradients], ctx: Any) -> SourceGradients:
     total = None
     if bucket is not None:
         travelling = None
-        if gradient_streams is None:
-            for slot_grads in present:
-                slot_grads.receive_flat()
-        else:
+        if gradient_streams is not None:
             ready = [grads.ready_event for grads in present if grads.flat is not None and grads.ready_event is not None]
             travelling = partial(gradient_streams.side_streams_set, ready_events=ready)
         flats = [slot_grads.flat for slot_grads in present if slot_grads.flat is not None]
@@ -521,7 +508,7 @@ def _separate_sums(present: Sequence[SlotGradients], ctx: Any) -> list[Tensor | 
     """
     with ToSlots.adding_streams_set(ctx):
         for slot_grads in present:
-            slot_grads.receive_separate()
+            slot_grads.receive()
         separate = [[*map(slot_grads.separate.get, range(slot_grads.count))] for slot_grads in present]
         sums = sums_over_slots(separate, ctx.source_device)
     if (gradient_streams := _side_streams(ctx)) is not None:
@@ -531,7 +518,10 @@ def _separate_sums(present: Sequence[SlotGradients], ctx: Any) -> list[Tensor | 
 
 
 class FromSource(Node):
-    """``FromSource.apply(*tensors)`` returns a handle for the tensors. Backward returns their gradients.
+    """``FromSource.apply(device, counts, complete, *tensors)`` returns a handle on ``device`` for each bucket.
+
+    ``counts`` says how many of the tensors are in each. Backward returns their gradients, as ``complete`` changes the
+    list of all of them.
 
     The node belongs to the stream that is current in its forward. The engine makes that stream wait for the sums, and
     runs the node when the root's thread has nothing else to do: after the root's own backward. A new ``AccumulateGrad``
@@ -539,28 +529,34 @@ class FromSource(Node):
     """
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        device: torch.device,
+        counts: Sequence[int],
+        complete: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.tensors = tensors
+        ctx.counts, ctx.complete, ctx.tensors = counts, complete, tensors
         run_first(ctx)
-        return empty_handle(tensors[0].device)
+        return tuple([empty_handle(device) for _ in counts])
 
     @staticmethod
-    def backward(ctx: Any, envelope: Tensor | None) -> tuple[Tensor | None, ...]:
-        sums: SourceGradients | None = take_contents(envelope)
-        return sparing_hooks(ctx, [None] * len(ctx.tensors) if sums is None else sums.take())
+    def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Tensor | None, ...]:
+        grads: list[Tensor | None] = []
+        for envelope, count in zip(envelopes, ctx.counts, strict=True):
+            sums: SourceGradients | None = take_contents(envelope)
+            grads += [None] * count if sums is None else sums.take()
+        completed = ctx.complete(grads)
+        # The engine would call hooks with ``None``, because the tensors share this node.
+        for (following, _), tensor, grad in zip(ctx.next_functions, ctx.tensors, completed, strict=True):
+            if grad is None:
+                _spare_hooks(following, tensor)
+        return None, None, None, *completed
 
 
-def sparing_hooks(node: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Returns the gradients for the ``node.tensors`` of a node that many tensors share, in its backward.
-
-    Hooks on a tensor that no other node has a gradient for are not called in this pass: the engine would call them with
-    ``None``.
-    """
-    for (following, _), tensor, grad in zip(node.next_functions, node.tensors, grads, strict=True):
-        if grad is None:
-            _spare_hooks(following, tensor)
-    return tuple(grads)
+def as_they_are(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    return grads
 
 
 def wrap_hooks(hooks: dict[int, Any] | None, wrap: Callable[[Any], Any]) -> None:
@@ -576,34 +572,10 @@ def wrap_hooks(hooks: dict[int, Any] | None, wrap: Callable[[Any], Any]) -> None
 
 
 def _spare_hooks(node: Any, tensor: Tensor) -> None:
+    """Has hooks on the tensor called in this pass only if another node has a gradient for it."""
     wrap_hooks(_torch.hooks_of(tensor), lambda hook: lambda grad: None if grad is None else hook(grad))
     if hooks := _torch.hooks_after_accumulation_of(tensor):
         has_come: list[bool] = []
         handle = node.register_prehook(lambda grads: has_come.append(grads[0] is not None))
         running_pass().on_end(lambda ok: handle.remove())
         wrap_hooks(hooks, lambda hook: lambda tensor: hook(tensor) if has_come[-1] else None)
-
-
-class FromWholeSource(Node):
-    """``FromWholeSource.apply(counts, *tensors)`` returns a handle for each bucket. ``counts``: how many are in each.
-
-    It takes the place of all `FromSource`: if one tensor has a gradient, the gradients of all others are zeros.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, counts: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.counts, ctx.tensors = counts, tensors
-        run_first(ctx)
-        return tuple([empty_handle(tensors[0].device) for _ in counts])
-
-    @staticmethod
-    def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Tensor | None, ...]:
-        by_bucket: list[SourceGradients | None] = [*map(take_contents, envelopes)]
-        if all(sums is None for sums in by_bucket):
-            return (None,) * (1 + len(ctx.tensors))
-        grads = chain.from_iterable(
-            [None] * count if sums is None else sums.take() for sums, count in zip(by_bucket, ctx.counts, strict=True)
-        )
-        pairs = zip(grads, ctx.tensors, strict=True)
-        return (None, *[torch.zeros_like(tensor) if grad is None else grad for grad, tensor in pairs])

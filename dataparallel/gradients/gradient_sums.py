@@ -85,12 +85,11 @@ class SourceBucket:
         with ToSlots.adding_streams_set(node):
             for of_slot in by_slot:
                 if of_slot is not None:
-                    of_slot.receive_flat()
-                    of_slot.receive_separate()
+                    of_slot.receive()
             lists = self.as_lists(by_slot)
             positions = {id(source): position for position, source in enumerate(self.sources)}
             for waiting in taken:
-                position = positions[id(waiting.source)]
+                position = positions[id(waiting.parameter)]
                 for slot, kept in waiting.by_slot.items():
                     grad = lists[slot][position]
                     lists[slot][position] = kept.receive() if grad is None else kept.receive() + grad
@@ -111,33 +110,46 @@ class KeptGradient(NamedTuple):
         return self.grad
 
 
-class WaitingGradients:
-    """The gradients of one source that wait on slots, and the ``.grad`` that they belong to: the user may drop it.
+class FormerGrad:
+    """The ``.grad`` to which waiting gradients of a parameter belong. The user may throw them away with it."""
+
+    def __init__(self, parameter: Any) -> None:
+        self.parameter = parameter
+        self.update()
+
+    def update(self) -> None:
+        """Notes the ``.grad`` that the parameter has now."""
+        self._grad = self.parameter.grad  # strongly: torch swaps no tensor with weak references
+        self._writes = 0 if self._grad is None else self.writes_to(self._grad)
+
+    def is_void(self) -> bool:
+        """True if ``.grad`` is another tensor now, or has been set to zero since. Passes may have added to it."""
+        grad = self.parameter.grad
+        if grad is None or self._grad is not grad:
+            return True
+        return self.writes_to(grad) != self._writes and self.is_zero(grad)
+
+    def writes_to(self, grad: Any) -> int:
+        """A number that changes when ``grad`` is set to zero."""
+        return _torch.version_of(grad)
+
+    def is_zero(self, grad: Any) -> bool:
+        return not bool(grad.any())
+
+
+class WaitingGradients(FormerGrad):
+    """The gradients of one source, ``parameter``, that wait on slots.
 
     Attributes:
         passes: running passes that have kept gradients. They may not have written ``.grad`` yet.
         reduced: a copy of the ``.grad`` from before gradients waited, for `ReducerSums`.
     """
 
-    def __init__(self, source: Tensor) -> None:
-        self.source = source
+    def __init__(self, parameter: Tensor) -> None:
+        super().__init__(parameter)
         self.by_slot: dict[int, KeptGradient] = {}
         self.passes: set[PassOfBackward] = set()  # reentrant checkpoints nest passes
         self.reduced: Tensor | None = None
-        self.update()
-
-    def update(self) -> None:
-        """Notes the ``.grad`` that the source has now: the waiting gradients belong to it."""
-        grad = self.source.grad
-        self._grad = grad  # strongly: torch swaps no tensor with weak references
-        self._version = 0 if grad is None else _torch.version_of(grad)
-
-    def is_void(self) -> bool:
-        """True if ``.grad`` is another tensor or has been set to zero since. Passes may have added to it."""
-        grad = self.source.grad
-        if grad is None or self._grad is not grad:
-            return True
-        return _torch.version_of(grad) != self._version and not bool(grad.any())
 
 
 def hooked(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -243,7 +255,7 @@ class GradientSums:
         with self.lock:
             self.drop_void()
             taken = self._take([each for each, waiting in self._waiting.items() if not waiting.passes])
-        of_sources = [(each.source, [each.by_slot[slot] for slot in sorted(each.by_slot)]) for each in taken]
+        of_sources = [(each.parameter, [each.by_slot[slot] for slot in sorted(each.by_slot)]) for each in taken]
         # Kept gradients were made on the streams of their forward; ``.grad`` may have been written on other streams.
         for _, group in groupby(of_sources, lambda pair: id(pair[1][0].streams)):
             of_forward = [*group]
@@ -259,7 +271,7 @@ class GradientSums:
             for waiting in [*self._waiting.values()]:
                 if ended in waiting.passes:
                     waiting.passes.discard(ended)
-                    if ok and waiting.source.grad is not None:
+                    if ok and waiting.parameter.grad is not None:
                         waiting.update()
 
     def _take(self, source_ids: Sequence[int]) -> list[WaitingGradients]:
@@ -316,7 +328,7 @@ class ReducerSums(GradientSums):
             self.drop_void(bucket.sources)
             taken = self._take([id(bucket.sources[position]) for position in written])
         # Without a ``.grad`` the gradients are void, and the engine still holds the pass that has failed.
-        found = [(waiting, grad) for waiting in taken if (grad := waiting.source.grad) is not None]
+        found = [(waiting, grad) for waiting in taken if (grad := waiting.parameter.grad) is not None]
         of_slot_0 = [grad if waiting.reduced is None else grad - waiting.reduced for waiting, grad in found]
         device = bucket.sources[0].device
         event = None if device.type == "cpu" or not found else ReadyEvent(torch.accelerator.current_stream(device))
@@ -331,10 +343,10 @@ class ReducerSums(GradientSums):
         engine orders the additions after them.
         """
         for waiting in taken:
-            if waiting.reduced is None or waiting.source.grad is None:
-                waiting.source.grad = None
+            if waiting.reduced is None or waiting.parameter.grad is None:
+                waiting.parameter.grad = None
             else:
-                waiting.source.grad.copy_(waiting.reduced)
+                waiting.parameter.grad.copy_(waiting.reduced)
 
     def put_back(self, taken: Sequence[WaitingGradients]) -> None:
         """Lets gradients wait again after the pass that has taken them has failed. No ``.grad`` has changed."""
@@ -342,7 +354,7 @@ class ReducerSums(GradientSums):
             for waiting in taken:
                 del waiting.by_slot[0]
                 waiting.passes.clear()
-                present = self._waiting.setdefault(id(waiting.source), waiting)
+                present = self._waiting.setdefault(id(waiting.parameter), waiting)
                 for slot, kept in waiting.by_slot.items() if present is not waiting else ():
                     _add_to_kept(slot, [(present, kept)])
 

@@ -18,15 +18,8 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.autograd.bucket_gradients import (
-    SlotGradients,
-    SourceGradients,
-    ToSlots,
-    empty_handle,
-    sparing_hooks,
-    take_contents,
-)
-from dataparallel.autograd.node import Node, run_last
+from dataparallel.autograd.bucket_gradients import FromSource, SlotGradients, SourceGradients, ToSlots
+from dataparallel.autograd.node import run_last
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass, wait_for_passes
 from dataparallel.batches.structures import tensors_in
 from dataparallel.comm.streams.current import Event, current_streams, memory_of, streams_set
@@ -81,13 +74,14 @@ class Reducer(Protocol):
 
 
 class LearntOrder(Protocol):
-    """The order of parameters in buckets, which a pass shows: rank 0's is sent at its end, and all ranks keep to it."""
+    """The order of parameters in buckets, which a pass shows: all ranks keep to what rank 0 proposes.
 
-    def proposal(self) -> Sequence[int] | None:
-        """The order in which gradients have come here; ``None`` if the order is known."""
+    ``proposal`` is ``None`` if the order is known. ``agree`` is called when a pass has succeeded on all machines.
+    """
 
-    def agree(self, order: Sequence[int] | None) -> None:
-        """Called when a pass has succeeded on all machines, with what rank 0 has proposed."""
+    def proposal(self) -> Sequence[int] | None: ...
+
+    def agree(self, order: Sequence[int] | None) -> None: ...
 
 
 class BucketRow:
@@ -110,12 +104,36 @@ class BucketRow:
         passes.rows.add(self)
 
     def make_handles(self) -> tuple[Tensor, ...]:
-        """Makes the node behind `ToSlots` in backward. Returns a handle for each bucket."""
-        handles: tuple[Tensor, ...] = FromReducer.apply(
-            self, *chain.from_iterable(each.sources for each in self.buckets)
+        """Makes the node behind `ToSlots` in backward. Returns a handle for each bucket.
+
+        One node for all buckets: nobody waits before all of them are launched, and no ``.grad`` is written before the
+        pass has succeeded on all machines. The handles are on the CPU, so the node runs in the thread that has called
+        ``backward``, and may block there, where threads of accelerators must not. On the CPU one thread runs all nodes,
+        this one last, so after any error of this machine's backward.
+        """
+        sources = [bucket.sources for bucket in self.buckets]
+        handles: tuple[Tensor, ...] = FromSource.apply(
+            CPU, [*map(len, sources)], self._complete, *chain.from_iterable(sources)
         )
+        run_last(handles[0].grad_fn)
         self._node: weakref.ref[Any] = weakref.ref(handles[0].grad_fn)
         return handles
+
+    def _complete(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Called in that node's backward: returns reduced gradients, or those of slot 0 if gradients stay there."""
+        this_pass = self.passes.running_passes()[self]
+        for each in _passes_of(running_pass()):
+            each.end_if_launched()  # before the wait: other machines may wait for another module's first
+        if this_pass.is_reduced:
+            grads = this_pass.wait_for_gradients()
+        # For a node of the CPU the engine takes the caller's streams for those of its gradients.
+        for device, stream in current_streams(self.streams).items():
+            if stream != self.streams[device]:
+                Event(self.streams[device]).make_wait(stream)
+                for memory in chain.from_iterable(memory_of(grad) for grad in grads if grad is not None):
+                    if memory.device == device:
+                        memory.record_stream(stream)
+        return grads
 
     def note_copies(self, index: int, on_slots: Sequence[Sequence[Tensor]]) -> None:
         """Notes the `ToSlots` of a bucket, which the nodes of the bucket's copies lead to."""
@@ -124,7 +142,7 @@ class BucketRow:
 
     def sum(self, index: int, node: Any, by_slot: Sequence[SlotGradients | None]) -> SourceGradients | None:
         """Sums a bucket over the slots and launches it, or keeps its gradients on the slots; see `SumsOfBucket`."""
-        this_pass = self.passes.pass_over(self)
+        this_pass = self.passes.running_passes()[self]
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a backward with create_graph=True leads to the parameters of a module that is replicated over "
@@ -155,43 +173,6 @@ class BucketRow:
         return [index for index, node in nodes if node is None or not _torch.will_engine_execute_node(node)]
 
 
-class FromReducer(Node):
-    """``FromReducer.apply(row, *sources)`` returns a handle for each bucket. Backward returns reduced gradients.
-
-    One node for all buckets: nobody waits before all of them are launched, and no ``.grad`` is written before the pass
-    has succeeded on all machines. The handles are on the CPU, so the node runs in the thread that has called
-    ``backward``, and may block there, where threads of accelerators must not. On the CPU one thread runs all nodes,
-    this one last, so after any error of this machine's backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, row: BucketRow, *sources: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.row, ctx.tensors = row, sources
-        run_last(ctx)
-        return tuple([empty_handle(CPU) for _ in row.buckets])
-
-    @staticmethod
-    def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Tensor | None, ...]:
-        kept: list[SourceGradients | None] = [*map(take_contents, envelopes)]
-        this_pass = ctx.row.passes.pass_over(ctx.row)
-        for each in _passes_of(running_pass()):
-            each.end_if_launched()  # before the wait: other machines may wait for another module's first
-        grads = this_pass.wait_for_gradients() if this_pass.is_reduced else this_pass.on_slot_0(kept)
-        FromReducer.hand_to_caller(grads, ctx.row.streams)
-        return (None, *sparing_hooks(ctx, grads))
-
-    @staticmethod
-    def hand_to_caller(grads: Sequence[Tensor | None], computing: dict[torch.device, torch.Stream]) -> None:
-        """Makes the caller's streams wait: for a node of the CPU the engine takes them for those of its gradients."""
-        for device, stream in current_streams(computing).items():
-            if stream != computing[device]:
-                Event(computing[device]).make_wait(stream)
-                for memory in chain.from_iterable(memory_of(grad) for grad in grads if grad is not None):
-                    if memory.device == device:
-                        memory.record_stream(stream)
-
-
 def _passes_of(backward: PassOfBackward) -> list[OrderedPass]:
     """Returns a list for the passes of all modules in one backward."""
     return backward.get(OrderedPass, lambda _: [])
@@ -210,30 +191,34 @@ class ModulePasses:
         self._backward_passes: set[PassOfBackward] = set()  # the running ones that go over buckets of this module
 
     def notice_passes_of(self, output: Any) -> None:
-        """Makes each backward that begins with this output of a call run `begin_pass`."""
+        """Makes each backward that begins with this output of a call begin its passes, before any error."""
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(self.begin_pass)
+                tensor.register_hook(self._begin_passes)
 
     @_torch.not_traced
-    def begin_pass(self, grad: Tensor | None = None) -> None:
-        """Begins the passes of the running backward, once. It is a hook on the outputs of calls."""
-        backward = running_pass()
-        with self._changed:
-            if self in backward.contents:
-                return
-            # One that has failed may still be in a thread of the engine.
-            if not wait_for_passes(self._changed, lambda: not self._backward_passes, _FAILED_PASS_TIMEOUT):
-                raise _nested()
-            backward.get(self, self._make_passes)  # another thread of the same backward may have waited too
+    def _begin_passes(self, grad: Tensor) -> None:
+        self.running_passes(_FAILED_PASS_TIMEOUT)
 
-    def pass_over(self, row: BucketRow) -> OrderedPass:
-        """Returns the pass of the running backward over ``row``. The backward may not be nested in another one."""
+    def running_passes(self, patience: float = 0.0) -> dict[BucketRow, OrderedPass]:
+        """Returns the passes of the running backward over each row, which begin now if no output has noticed it.
+
+        The backward may not be nested in another one. One that has failed may still be in a thread of the engine: this
+        waits ``patience`` seconds for its end.
+        """
         backward = running_pass()
         with self._changed:
-            if self not in backward.contents and self._backward_passes:  # no hook on an output has noticed it
-                raise _nested()
-            return backward.get(self, self._make_passes)[row]
+            if not wait_for_passes(
+                self._changed,
+                lambda: not self._backward_passes or self in backward.contents,  # begun by another thread meanwhile
+                patience,
+            ):
+                raise RuntimeError(
+                    "a backward has reached the parameters of a module, whose sums go on to other machines or to a "
+                    "hook, while another backward of the module is under way. If a checkpoint inside it nests them, "
+                    "pass use_reentrant=False to it; if two threads run them, run one after the other"
+                )
+            return backward.get(self, self._make_passes)
 
     def _make_passes(self, backward: PassOfBackward) -> dict[BucketRow, OrderedPass]:
         previous: OrderedPass | None = None
@@ -257,14 +242,6 @@ class ModulePasses:
             with self._changed:
                 self._backward_passes.discard(backward)
                 self._changed.notify_all()
-
-
-def _nested() -> RuntimeError:
-    return RuntimeError(
-        "a backward has reached the parameters of a module, whose sums go on to other machines or to a hook, while "
-        "another backward of the module is under way. If a checkpoint inside it nests them, pass "
-        "use_reentrant=False to it; if two threads run them, run one after the other"
-    )
 
 
 class _Bucket(NamedTuple):
@@ -410,11 +387,6 @@ class OrderedPass:
             del taken
         self._row.order.agree(order)
         return [grad if used else None for grad, used in zip(grads, used_anywhere, strict=True)]
-
-    def on_slot_0(self, kept: Sequence[SourceGradients | None]) -> list[Tensor | None]:
-        """Slot 0's gradients, which `keep_on_slots` has returned for each bucket that the pass reaches."""
-        pairs = zip(kept, self._row.buckets, strict=True)
-        return [*chain.from_iterable([None] * len(bucket.names) if g is None else g.take() for g, bucket in pairs)]
 
     # ---- when backward has failed ------------------------------------------------------------------------------------
 

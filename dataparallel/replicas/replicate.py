@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from dataparallel import _torch, comm
 from dataparallel.arguments import checked
-from dataparallel.autograd.bucket_gradients import FromWholeSource, GradientStreams, broadcast_bucket
+from dataparallel.autograd.bucket_gradients import FromSource, GradientStreams, broadcast_bucket
 from dataparallel.autograd.node import run_last
 from dataparallel.comm.buckets import fill_buckets
 from dataparallel.comm.kinds import alias
@@ -193,7 +194,8 @@ class Copies:
         buckets = fill_buckets(tensors, recorded[::-1], FIRST_BUCKET_BYTES, self.cap_bytes)
         handles: Sequence[Tensor] = ()
         if as_torch and is_at_root:
-            handles = FromWholeSource.apply([*map(len, buckets)], *[tensors[i] for i in chain.from_iterable(buckets)])
+            sources = [tensors[i] for i in chain.from_iterable(buckets)]
+            handles = FromSource.apply(slots[0], [*map(len, buckets)], partial(_with_zeros, sources), *sources)
             if gradient_streams is not None:
                 run_last(handles[0].grad_fn)
         for number, (indices, handle) in enumerate(zip_longest(buckets, handles)):
@@ -201,6 +203,13 @@ class Copies:
             bucket = [tensors[i] for i in indices]
             sent = broadcast_bucket(slots, bucket, streams, later=self.later(indices), handle=handle, held=held)
             self.put(indices, sent)
+
+
+def _with_zeros(sources: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """If one source has a gradient, those of all others are zeros."""
+    if all(grad is None for grad in grads):
+        return grads
+    return [torch.zeros_like(s) if grad is None else grad for s, grad in zip(sources, grads, strict=True)]
 
 
 def cap_in_bytes(bucket_cap_mb: float) -> int:

@@ -328,7 +328,7 @@ BY_COPIES: dict[str, tuple[Callable[[list], None], str]] = {
 
 ELSEWHERE = {
     "tree.py:RootCall.gather_for_backward:make_wait:1",  # an order of launches: it costs time, and no value
-    "gradients.py:UnitGradients.add_up:release_deliveries:1",  # as for an owner that has delivered
+    "gradients.py:UnitGradients._empty_delivery:release_deliveries:1",  # as for an owner that has delivered
     "slot_unit.py:SlotUnit._fill:Event:1",  # machines send
     "gradients.py:SumsOfPass.wait_for_sums:synchronize:1",  # the host adds: tests/sharded/units/test_gradients.py
     "shards.py:wait_for:make_wait:1",  # each use of it is a guard

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,7 @@ from dataparallel.profiling import stage
 from dataparallel.sharded import operators
 from dataparallel.sharded.tensor import ShardedTensor, Taker, divided_like, hand_over, is_divided_alike
 from dataparallel.sharded.units.buffers import Gradients, Layout, PeerTables, added_in, naming_out_of_memory
-from dataparallel.sharded.units.sharded_unit import FormerGrad, PassGradients, ShardedUnit
+from dataparallel.sharded.units.sharded_unit import FormerShardedGrad, PassGradients, ShardedUnit, WaitingSums
 from dataparallel.sharded.units.shards import wait_for
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ class Delivery:
     tables: PeerTables | None = None
 
     @property
+    def matrices(self) -> list[Tensor]:
+        """The gradients of a slot that has packed all of them."""
+        return [grads for grads in self.gradients if isinstance(grads, Tensor)]
+
+    @property
     def memory(self) -> list[Tensor]:
         """The memory that sums on other streams read and write."""
         found = [*self.sums, *self.parts]
@@ -75,9 +81,8 @@ class SumsOfPass:
         computing: the computing stream of each accelerator, as in forward.
         callers: the streams that were current where ``backward()`` was called. They may be others.
         in_flight: for each slot the deliveries whose sums have been launched, each with an event after its last read.
-        last_sums: for each owner an event after its last sum.
-        host_additions: functions that add sums to gradients on the host, once the events in ``last_sums`` have passed.
         latest_sum: an event after all sums launched so far, which have read their deliveries by then.
+        are_on_host: true if the host adds sums to gradients, once ``latest_sum`` has passed.
         restorers: functions that hold gradients of earlier passes on the slots again, called if the pass fails.
     """
 
@@ -85,9 +90,8 @@ class SumsOfPass:
     computing: Mapping[torch.device, torch.Stream]
     summed: PassGradients
     in_flight: dict[int, list[tuple[Delivery, Event | None]]] = field(default_factory=dict)
-    last_sums: dict[int, Event] = field(default_factory=dict)
-    host_additions: list[Callable[[], object]] = field(default_factory=list)
     latest_sum: Event | None = None
+    are_on_host: bool = False
     restorers: list[Callable[[], object]] = field(default_factory=list)
     over_machines: SumsOverMachines | None = None
     callers: set[torch.Stream] = field(default_factory=set)
@@ -96,22 +100,16 @@ class SumsOfPass:
     def __post_init__(self) -> None:
         self.new = self.summed.begin_pass()
 
-    def hold_delivery(self, slot: int, delivery: Delivery, after_reads: Event | None) -> None:
-        """Keeps a delivery until `release_deliveries`. ``after_reads``: an event after all reads of it."""
-        with self._lock:
-            self.in_flight.setdefault(slot, []).append((delivery, after_reads))
+    def note_sums(self, unit: ShardedUnit, by_owner: Sequence[Delivery]) -> None:
+        """Notes that sums of these deliveries have been launched on all streams that add.
 
-    def note_sums(
-        self, adding: Mapping[int, torch.Stream], meet: Callable[[Iterable[Event]], Event | None]
-    ) -> Event | None:
-        """Notes that sums have been launched, for each owner on its stream, and returns an event after all sums so far.
-
-        Threads of several slots may end sums at once: their events are recorded one after the other.
+        Each stream's event comes after the copies to it, which read the deliveries. Threads of several slots may end
+        sums at once: their events are recorded one after the other.
         """
         with self._lock:
-            self.last_sums.update({owner: Event(stream) for owner, stream in adding.items()})
-            self.latest_sum = meet(self.last_sums.values())
-            return self.latest_sum
+            self.latest_sum = unit.streams.meet("sums", [Event(stream) for stream in unit.streams.adding.values()])
+            for slot, delivery in enumerate(by_owner):
+                self.in_flight.setdefault(slot, []).append((delivery, self.latest_sum))
 
     def add_totals(self, unit: ShardedUnit, totals: Sequence[Sequence[Tensor]], present: Collection[int]) -> None:
         """Takes the gradients of a unit, of which all owners' parts are in ``totals``."""
@@ -133,10 +131,9 @@ class SumsOfPass:
 
     def _drop_deliveries(self) -> None:
         """Drops all deliveries, once the computing streams wait for the sums that read them."""
-        for deliveries in self.in_flight.values():
-            for delivery, after_reads in deliveries:
-                if after_reads is not None:
-                    hold(delivery.memory, after_reads)
+        for delivery, after_reads in chain.from_iterable(self.in_flight.values()):
+            if after_reads is not None:
+                hold(delivery.memory, after_reads)
         self.in_flight.clear()
 
     def drop_all(self) -> None:
@@ -145,7 +142,6 @@ class SumsOfPass:
         if self.over_machines is not None:
             self.over_machines.fail(error_of_failed_pass())
         self._drop_deliveries()
-        self.host_additions.clear()
         self.new.clear()
         self.summed.fail_pass()
         while self.restorers:
@@ -175,11 +171,8 @@ class SumsOfPass:
         self._drop_deliveries()
         if self.over_machines is not None:
             self.over_machines.add_to_gradients(self.add_totals)
-        if self.host_additions:
-            for event in self.last_sums.values():
-                event.synchronize()
-            for add in self.host_additions:
-                add()
+        if self.are_on_host and self.latest_sum is not None:
+            self.latest_sum.synchronize()
         with streams_set(self.computing):
             self.summed.add(self.new)
         self.restorers.clear()
@@ -192,8 +185,11 @@ class UnitGradients:
 
     A pass may reach a unit several times. The first deliveries of all slots are one round, their second deliveries the
     next, and so on. A delivery that a slot has not made by the end of the pass counts as zero. While gradients are not
-    synchronised, a slot's deliveries are added on the slot and held there (`_held`). So is what the engine brings to
-    parameters that a loss uses directly (`_held_direct`), as their hooks have to see it together with the sums.
+    synchronised, a slot's deliveries are added on the slot and wait there. So does what the engine brings to parameters
+    that a loss uses directly, as their hooks have to see it together with the sums.
+
+    Attributes:
+        waiting: these gradients. A pass that synchronises adds them, and drops them when its deliveries are complete.
     """
 
     def __init__(self, unit: ShardedUnit) -> None:
@@ -203,11 +199,10 @@ class UnitGradients:
         self._packing_locks = [threading.Lock() for _ in unit.slots]
         self.full_bytes = sum(layout.owners * layout.numel * dtype.itemsize for _, layout, dtype in unit.groups)
         self._rounds: list[dict[int, Delivery]] = []  # deliveries by slot that wait for other slots
-        self._held: dict[int, Delivery] = {}
-        self._held_direct: dict[int, Tensor] = {}  # by the parameters' positions
-        self._newly_holding: set[int] = set()  # slots whose held gradients are of this pass alone
-        self._former: dict[int, FormerGrad] = {}  # of the parameters that have held gradients
-        self._lost: dict[int, FormerGrad] = {}  # parameters whose gradients are incomplete until they are zeroed
+        self.waiting = WaitingSums(unit.groups, unit.parameters)
+        self._new: set[int] = set()  # slots whose waiting gradients are of this pass alone
+        self._added: set[int] = set()  # slots whose waiting gradients are in a delivery of this pass
+        self._lost: list[FormerShardedGrad] = []  # of parameters whose gradients are incomplete until they are zeroed
         self.receive_direct()
 
     def receive_direct(self) -> None:
@@ -241,19 +236,20 @@ class UnitGradients:
 
     def _take(self, slot: int, grads: Sequence[Tensor | None], sums: SumsOfPass) -> bool | None:
         sums.release_deliveries(slot)
-        is_new = slot not in self._held or slot in self._newly_holding
         with naming_out_of_memory("gradients", self._unit.name, self._unit.slots[slot], self.full_bytes):
             delivery = self._packed(slot, grads)
         with self._lock:
+            waiting = self.waiting
             if not self._unit.requires_gradient_sync:
                 if delivery.present:
-                    self._held[slot] = delivery  # includes the gradients that were held before
-                    if is_new:
-                        self._newly_holding.add(slot)
+                    if slot not in waiting.matrices:
+                        self._new.add(slot)
+                    waiting.matrices[slot] = delivery.matrices  # includes the gradients that waited before
+                    waiting.present |= delivery.present
                 return None
-            held = self._held.pop(slot, None)
-            if held is not None:
-                sums.restorers.append(partial(self._put_back, {slot: held}, {}))
+            if slot in waiting.matrices and slot not in self._added:
+                self._added.add(slot)
+                delivery.present |= waiting.present
             deliveries = next((each for each in self._rounds if slot not in each), None)
             if deliveries is None:
                 self._rounds.append(deliveries := {})
@@ -265,53 +261,51 @@ class UnitGradients:
             return False
 
     def end_pass(self, sums: SumsOfPass | None) -> None:
-        """Sums all deliveries that wait.
+        """Sums all deliveries that are left.
 
-        With ``None`` the pass has failed: deliveries that wait are dropped, and so are gradients that this pass alone
-        has left on slots. Gradients of earlier passes stay held, with what has been added to them; if they were part of
-        a delivery that waits, `SumsOfPass.drop_all` puts them back. They belong to the ``.grad`` of before: the user
-        may have zeroed it already, while threads of the failed pass ran on.
+        With ``None`` the pass has failed: deliveries that wait for other slots are dropped, and so are gradients that
+        this pass alone has left on slots. Gradients of earlier passes wait on, with what has been added to them. They
+        belong to the ``.grad`` of before: the user may have zeroed it already, while threads of the failed pass ran on.
         """
         with self._lock:
-            new, self._newly_holding = self._newly_holding, set()
-            rounds, self._rounds = self._rounds, []
+            waiting, new, added, rounds = self.waiting, self._new, self._added, self._rounds
+            self._new, self._added, self._rounds = set(), set(), []
             if sums is None:
-                for slot in new:
-                    self._held.pop(slot, None)
-                self._drop({i for held in self._held.values() for i in held.present} - self._former.keys())
+                waiting.drop_new(new)
                 return
+            if self._unit.requires_gradient_sync:
+                self.waiting = WaitingSums(self._unit.groups, self._unit.parameters)
+                self.waiting.direct = waiting.direct
+                sums.restorers.append(partial(setattr, self, "waiting", waiting))
+                if rest := waiting.matrices.keys() - added:
+                    rounds.append({slot: self._waited(slot, waiting, sums) for slot in sorted(rest)})
             self._hold_or_add_direct(sums)
-            held: dict[int, Delivery] = {}
-            if self._unit.requires_gradient_sync and self._held:
-                held, self._held = self._held, {}
-                rounds.append(held)
-            former, self._former = self._former, {}
-            sums.restorers.append(partial(self._put_back, held, former))
             for deliveries in rounds:
                 self.add_up(deliveries, sums)
             with streams_set(sums.computing):
-                self._note_held()
+                self.waiting.note()
+
+    def _waited(self, slot: int, waiting: WaitingSums, sums: SumsOfPass) -> Delivery:
+        """Returns the delivery of a slot that brings nothing in this pass, but has waiting gradients."""
+        delivery = self._empty_delivery(slot, sums)
+        delivery.gradients, delivery.present = [*waiting.matrices[slot]], waiting.present
+        delivery.tables = self._unit.tables
+        return delivery
 
     @torch.no_grad()
     def _hold_or_add_direct(self, sums: SumsOfPass) -> None:
         """Holds what the engine has brought to parameters directly if the sums wait, else adds what was held."""
-        held, self._held_direct = self._held_direct, {}
-        unit = self._unit
+        unit, held, self.waiting.direct = self._unit, self.waiting.direct, {}
         has_replicas = unit.machines is not None and unit.machines.replicate is not None
         if unit.requires_gradient_sync and (unit.requires_all_reduce or not has_replicas):
-            if held:
-                sums.restorers.append(partial(self._held_direct.update, held))
             for i, gradient in held.items():
                 sums.summed.add_direct(unit.parameters[i], gradient)
             return
+        held = dict(held)
         for parameter, gradient in sums.summed.take_direct(unit.parameters):
             i = next(i for i in unit.trainable if unit.parameters[i] is parameter)
             held[i] = held[i] + gradient if i in held else gradient.clone()  # other code may hold `gradient`
-        self._held_direct = held
-
-    def _put_back(self, held: Mapping[int, Delivery], former: Mapping[int, FormerGrad]) -> None:
-        self._held.update(held)
-        self._former.update(former)
+        self.waiting.direct = held
 
     def note_lost(self, computing: Mapping[torch.device, torch.Stream]) -> None:
         """Notes that gradients are incomplete until the user has zeroed them: the gradients of one backward are lost.
@@ -319,14 +313,14 @@ class UnitGradients:
         ``computing``: the computing streams. Where there is no ``.grad``, it becomes zeros, which the user may drop.
         """
         with self._lock, streams_set(computing), torch.inference_mode(False), torch.no_grad():
-            self._lost.update({i: FormerGrad(self._unit.parameters[i]) for i in self._unit.trainable})
+            self._lost = [FormerShardedGrad(self._unit.parameters[i]) for i in self._unit.trainable]
 
     def refuse_lost(self) -> None:
         """Raises if gradients are incomplete, and the user has not zeroed them."""
         if not self._lost:
             return
         with self._lock:
-            self._lost = {i: f for i, f in self._lost.items() if not f.is_void(self._unit.parameters[i])}
+            self._lost = [former for former in self._lost if not former.is_void()]
             if self._lost:
                 raise RuntimeError(
                     f"gradients of the unit {self._unit.name!r} are incomplete since a backward has failed: parts of "
@@ -337,42 +331,26 @@ class UnitGradients:
     @property
     def are_held(self) -> bool:
         """True if gradients wait on slots for the next sum, or at owners for the next sum over machines."""
-        return bool(self._held or self._held_direct) or self._unit.partial is not None
+        return bool(self.waiting) or self._unit.partial is not None
 
     def drop_void(self) -> None:
-        """Drops held gradients of parameters whose ``.grad`` the user has dropped or zeroed since."""
+        """Drops waiting gradients of parameters whose ``.grad`` the user has dropped or zeroed since."""
         with self._lock:
-            self._drop([i for i, former in self._former.items() if former.is_void(self._unit.parameters[i])])
+            self.waiting.drop_void()
             if (partial_sums := self._unit.partial) is not None:
                 partial_sums.drop_void()
-                self._unit.partial = partial_sums if partial_sums.present else None
-
-    def _drop(self, positions: Collection[int]) -> None:
-        """Drops what is held for these parameters."""
-        for i in positions:
-            self._former.pop(i, None)
-            self._held_direct.pop(i, None)
-            for delivery in self._held.values():
-                delivery.present.discard(i)
-                for (kept, layout, _), matrix in zip(self._unit.groups, delivery.gradients, strict=True):
-                    if i in kept and isinstance(matrix, Tensor):
-                        layout.zero_columns(kept.index(i), matrix.view(layout.owners, layout.numel))
-        self._held = {slot: held for slot, held in self._held.items() if held.present}
-
-    def _note_held(self) -> None:
-        """Notes to which ``.grad`` the held gradients belong. The computing streams are current."""
-        for i in sorted({i for held in self._held.values() for i in held.present} | {*self._held_direct}):
-            self._former[i] = FormerGrad(self._unit.parameters[i])
+                self._unit.partial = partial_sums if partial_sums else None
 
     def _packed(self, slot: int, grads: Sequence[Tensor | None]) -> Delivery:
-        """Returns the slot's delivery, which includes the gradients that the slot holds."""
+        """Returns the slot's delivery, which includes the gradients that wait there, unless a delivery has them."""
         self._refuse_sparse(grads)
-        unit, device, held = self._unit, self._unit.slots[slot], self._held.get(slot)
+        unit, device = self._unit, self._unit.slots[slot]
+        waiting = None if slot in self._added else self.waiting.matrices.get(slot)
         of_parameter = dict(zip(unit.trainable, grads, strict=True))
         present = {i for i, grad in of_parameter.items() if grad is not None}
         delivery = Delivery(device, [], [], [], present, None, unit.tables)
-        # What is held is added in the dtype of the sums, by all slots if by any.
-        is_held = not unit.requires_gradient_sync or bool(self._held or self._former)
+        # What waits is added in the dtype of the sums, by all slots if by any.
+        is_held = not unit.requires_gradient_sync or bool(self.waiting)
         for at, (kept, layout, dtype) in enumerate(self._unit.groups):
             found = [of_parameter[i] for i in kept]
             summed = None if delivery.tables is None or is_held else delivery.tables.summed[at]
@@ -384,67 +362,45 @@ class UnitGradients:
             )
             layout.copy_in(found, packed)
             packed = packed.view(len(unit.slots), -1)  # a row for each owner, with its parts on all machines
-            if held is not None:
-                before = held.gradients[at]
-                assert isinstance(before, Tensor)
-                packed.add_(before)
+            if waiting is not None:
+                packed.add_(waiting[at])
             delivery.gradients.append(packed)
         if unit.requires_gradient_sync:
             delivery.sums, delivery.parts = self.memory_for_sums(device)
-        if held is not None:
-            delivery.present |= held.present
         stream = current_streams([device]).get(device)
         delivery.written = None if stream is None else Event(stream)
         return delivery
 
+    @torch.no_grad()
     def add_up(self, deliveries: Mapping[int, Delivery], sums: SumsOfPass) -> None:
         """Launches the sums of one round: a delivery of each slot, or of some slots at the end of the pass."""
-        present = {i for delivery in deliveries.values() for i in delivery.present}
         streams, slots = self._unit.streams, self._unit.slots
-        written = [each.written for each in deliveries.values() if each.written is not None]
-        all_written = streams.meet("deliveries", written)
-        in_flight = [*deliveries.items()]
-        of_owners: list[Delivery] = []  # with the memory for each owner's sum
-        allocated: list[Event] = []
+        by_owner = [deliveries.get(owner) or self._empty_delivery(owner, sums) for owner in range(len(slots))]
+        present = {i for delivery in by_owner for i in delivery.present}
         totals: list[list[Tensor]] = [[] for _ in self._unit.groups]  # for each dtype the parts of all owners
-        with torch.no_grad():
-            for owner in range(len(slots)):
-                own = deliveries.get(owner)
-                if own is None or not own.sums:
-                    if own is None:
-                        sums.release_deliveries(owner)  # of earlier units, as the slot has delivered nothing for this
-                    own = self._empty_delivery(owner, sums)
-                    in_flight.append((owner, own))
-                    allocated += [] if own.written is None else [own.written]
-                of_owners.append(own)
-            # These events come after all that the computing streams have done to existing gradients.
-            wait_for(allocated if all_written is None else [all_written, *allocated], streams.adding.values())
-            try:
-                self._reduce_scatter(deliveries, [own.sums for own in of_owners])
-                for owner, own in enumerate(of_owners):
-                    stream = streams.adding.get(slots[owner])
-                    with streams_set({} if stream is None else {slots[owner]: stream}):
-                        self._end_sum(owner, own, totals, sums)
-            except BaseException:
-                # Sums that have been launched read the deliveries, which are dropped now.
-                launched = [Event(stream) for stream in streams.adding.values()]
-                wait_for(launched, sums.computing.values())
-                raise
-        # Each of these events comes after the copies to its stream, which read the deliveries.
-        adding = {owner: streams.adding[slot] for owner, slot in enumerate(slots) if slot in streams.adding}
-        after_reads = sums.note_sums(adding, partial(streams.meet, "sums"))
-        for slot, delivery in in_flight:
-            sums.hold_delivery(slot, delivery, after_reads)
+        # These events come after all that the computing streams have done to existing gradients.
+        written = streams.meet("deliveries", [each.written for each in by_owner if each.written is not None])
+        wait_for([] if written is None else [written], streams.adding.values())
+        try:
+            self._reduce_scatter(by_owner)
+            for owner, own in enumerate(by_owner):
+                stream = streams.adding.get(slots[owner])
+                with streams_set({} if stream is None else {slots[owner]: stream}):
+                    self._end_sum(owner, own, totals, sums)
+        except BaseException:
+            # Sums that have been launched read the deliveries, which are dropped now.
+            wait_for([Event(stream) for stream in streams.adding.values()], sums.computing.values())
+            raise
+        sums.note_sums(self._unit, by_owner)
         if sums.over_machines is not None:
             sums.over_machines.end_unit(self._unit, present)
             return
-        if self._unit.is_offloaded:
-            sums.host_additions.append(partial(sums.add_totals, self._unit, totals, present))
-        else:
-            sums.add_totals(self._unit, totals, present)
+        sums.are_on_host |= self._unit.is_offloaded
+        sums.add_totals(self._unit, totals, present)
 
     def _empty_delivery(self, owner: int, sums: SumsOfPass) -> Delivery:
         """Returns a delivery without gradients, for an owner whose slot has no memory for a sum."""
+        sums.release_deliveries(owner)  # of earlier units, as the slot has delivered nothing for this
         device = self._unit.slots[owner]
         with streams_set({device: sums.computing[device]} if device in sums.computing else {}):
             memory, parts = self.memory_for_sums(device)
@@ -452,20 +408,18 @@ class UnitGradients:
         nothing: list[Gradients] = [() for _ in self._unit.groups]
         return Delivery(device, nothing, memory, parts, set(), None if stream is None else Event(stream))
 
-    def _reduce_scatter(self, deliveries: Mapping[int, Delivery], totals: Sequence[Sequence[Tensor]]) -> None:
-        """Launches the sums of all dtypes into ``totals``, for each owner the memory that it has for them."""
+    def _reduce_scatter(self, by_owner: Sequence[Delivery]) -> None:
+        """Launches the sums of all dtypes, into the memory that each owner has for them."""
         # Those of a slot that has delivered: another thread's call may have ended their use since.
-        tables = next((each.tables for each in deliveries.values() if each.tables is not None), None)
+        tables = next((each.tables for each in by_owner if each.tables is not None), None)
         with streams_set(self._unit.streams.adding), settings.held(self._unit.comm_settings):
             for at in range(len(self._unit.groups)):
+                found, totals = [each.gradients[at] for each in by_owner], [each.sums[at] for each in by_owner]
                 if tables is not None and tables.summed[at] is not None:
-                    slots = range(len(self._unit.slots))
-                    found = [deliveries[slot].gradients[at] if slot in deliveries else () for slot in slots]
-                    tables.reduce_scatter(self._unit.name, at, found, [of_owner[at] for of_owner in totals])
-                    continue
-                found = [deliveries[slot].gradients[at] for slot in sorted(deliveries)]
-                matrices = [grads for grads in found if isinstance(grads, Tensor)]
-                comm.reduce_scatter(matrices, [of_owner[at] for of_owner in totals], self._allocate)
+                    tables.reduce_scatter(self._unit.name, at, found, totals)
+                else:
+                    matrices = [grads for grads in found if isinstance(grads, Tensor)]
+                    comm.reduce_scatter(matrices, totals, self._allocate)
 
     def _allocate(self, like: Tensor, *, device: torch.device) -> Tensor:
         with naming_out_of_memory("summed gradients", self._unit.name, device, like.nbytes):

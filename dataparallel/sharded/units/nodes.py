@@ -80,14 +80,11 @@ def with_one_node(output: Any, given: Any) -> Any:
     """
     kept = {id(part): part for part in _parts(given)}
     found = {id(part): part for part in _parts(output, kept) if isinstance(part, Tensor)}
-    if len(_makers(found)) < 2:
-        return output
     uses = Counter(_memory_of(part) for part in (kept | found).values() if isinstance(part, Tensor))
-    used_once = {memory for memory, count in uses.items() if count == 1 and memory is not None}
-    joined = {key: tensor for key, tensor in found.items() if _memory_of(tensor) in used_once}
-    if len(_makers(joined)) < 2:
+    uses[None] = 0
+    joined = {key: each for key, each in found.items() if each.grad_fn is not None and uses[_memory_of(each)] == 1}
+    if len({tensor.grad_fn for tensor in joined.values()}) < 2:
         return output
-    joined = {key: tensor for key, tensor in joined.items() if tensor.grad_fn is not None}
     return _replaced(output, dict(zip(joined, OneNode.apply(*joined.values()), strict=True)), kept)
 
 
@@ -108,10 +105,6 @@ def with_own_memory(output: Any, given: Any, full: Sequence[Tensor]) -> Any:
 def _lies_in(addresses: set[int], part: Any) -> bool:
     memory = memory_of(part) if isinstance(part, Tensor) else ()
     return any(each.untyped_storage().data_ptr() in addresses for each in memory if each.layout is torch.strided)
-
-
-def _makers(tensors: Mapping[int, Tensor]) -> set[Any]:
-    return {tensor.grad_fn for tensor in tensors.values()} - {None}
 
 
 def _memory_of(tensor: Tensor) -> int | None:

@@ -15,7 +15,7 @@ from dataparallel.machines.arguments import MachineMesh
 from dataparallel.machines.collectives import stage
 from dataparallel.machines.lanes import End
 from dataparallel.sharded.units.buffers import added_in
-from dataparallel.sharded.units.sharded_unit import PartialSums, ShardedUnit
+from dataparallel.sharded.units.sharded_unit import ShardedUnit, WaitingSums
 
 _BACKWARD = "backward"
 
@@ -127,9 +127,8 @@ class SumsOverMachines:
                     self._send(each)
 
     def _add_partial(self, entry: _UnitEntry, at: int, owner: int, total: Tensor) -> None:
-        partial_sums = entry.unit.partial
-        if partial_sums is not None:
-            total.view(self._machines.shard_size, -1)[self._machines.shard_rank].add_(partial_sums.totals[at][owner])
+        if (waiting := entry.unit.partial) is not None:
+            total.view(self._machines.shard_size, -1)[self._machines.shard_rank].add_(waiting.matrices[owner][at])
 
     # ---- sending -----------------------------------------------------------------------------------------------------
 
@@ -191,8 +190,8 @@ class SumsOverMachines:
                     self._send(entry)
             self._send_scattered()
         for entry in self._entries:
-            if (partial_sums := entry.unit.partial) is not None:
-                entry.present.update(partial_sums.present)
+            if (waiting := entry.unit.partial) is not None:
+                entry.present.update(waiting.present)
         self._mask = [i in each.present for each in self._entries for i in each.unit.trainable]
         self._mask += [bool(each.rest[0]) for each in self._entries]
         if self._has_others:
@@ -277,7 +276,10 @@ class SumsOverMachines:
         if not self._stays_partial(unit):
             add(unit, parts, present)
         elif present:
-            unit.partial = PartialSums(unit.groups, unit.parameters, parts, present)
+            unit.partial = WaitingSums(unit.groups, unit.parameters)
+            unit.partial.matrices = dict(enumerate(zip(*parts, strict=True)))
+            unit.partial.present.update(present)
+            unit.partial.note()
 
     def _stays_partial(self, unit: ShardedUnit) -> bool:
         return self._replicate is not None and not unit.requires_all_reduce

@@ -19,7 +19,7 @@ from dataparallel.comm import settings
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.streams.current import Event
 from dataparallel.devices import CPU
-from dataparallel.gradients.gradient_sums import hooked
+from dataparallel.gradients.gradient_sums import FormerGrad, hooked
 from dataparallel.sharded import operators
 from dataparallel.sharded.tensor import ShardedTensor, divided_like, is_divided_alike
 from dataparallel.sharded.units.buffers import DtypeGroup, Layout, PeerTables, Precision
@@ -157,62 +157,70 @@ class PassGradients:
                 hook(parameter)
 
 
-class FormerGrad:
-    """Remembers a parameter's ``.grad`` while gradients are held that are dropped if the user drops or zeroes it.
-
-    Where there is no ``.grad`` it becomes zeros, made on the current streams, which are the computing ones.
-    """
+class FormerShardedGrad(FormerGrad):
+    """Where there is no ``.grad`` it becomes zeros, made on the current streams, which are the computing ones."""
 
     def __init__(self, parameter: ShardedTensor) -> None:
         if parameter.grad is None:
             # An operator on sharded tensors would run on other streams in a backward.
             zeros = [torch.zeros_like(shard) for shard in parameter._shards]
             parameter.grad = ShardedTensor(zeros, parameter.placement, parameter.shape, devices=parameter.devices)
-        # Strongly: torch swaps no tensor with weak references.
-        self._grad, self._overwrites = parameter.grad, parameter.grad._overwrites
+        super().__init__(parameter)
+
+    def writes_to(self, grad: ShardedTensor) -> int:
+        """Scaling does not count: what is scaled may be the zeros that say that gradients are held."""
+        return grad._overwrites
 
     @torch.no_grad()
-    def is_void(self, parameter: ShardedTensor) -> bool:
-        """True if the parameter has another ``.grad`` now, or one that was overwritten by zeros.
-
-        Scaling counts for nothing: what is scaled may be the zeros that say that gradients are held.
-        """
-        grad = parameter.grad
-        if grad is None or self._grad is not grad:
-            return True
-        if grad._overwrites == self._overwrites:
-            return False
+    def is_zero(self, grad: ShardedTensor) -> bool:
         with operators.ordered_in_backward({shard.device for shard in grad._shards}):
             return not any(bool(shard.any()) for shard in grad._shards)
 
 
-class PartialSums:
-    """Sums of one unit that wait for the sums of other machines, in memory of the computing streams, which are current.
-    ``totals``: for each dtype the parts of all owners on this machine. ``present``: positions with gradients.
+class WaitingSums:
+    """Gradients of a unit that wait for the next sum: on slots, or at owners for the sums of other machines.
+
+    They are in memory of the computing streams. They are dropped if the user drops or zeroes ``.grad``.
+
+    Attributes:
+        matrices: for each slot or owner the gradients of each dtype, in the layouts of ``groups``.
+        direct: by position gradients that the engine has brought to parameters directly.
+        present: positions of the parameters that have gradients in ``matrices``.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[DtypeGroup],
-        parameters: Sequence[ShardedTensor],
-        totals: Sequence[Sequence[Tensor]],
-        present: Iterable[int],
-    ) -> None:
-        self._groups, self._parameters, self.totals = groups, parameters, totals
-        self._former = {i: FormerGrad(parameters[i]) for i in present}
+    def __init__(self, groups: Sequence[DtypeGroup], parameters: Sequence[ShardedTensor]) -> None:
+        self._groups, self._parameters = groups, parameters
+        self.matrices: dict[int, Sequence[Tensor]] = {}
+        self.direct: dict[int, Tensor] = {}
+        self.present: set[int] = set()
+        self._former: dict[int, FormerGrad] = {}
 
-    @property
-    def present(self) -> Collection[int]:
-        return self._former
+    def __bool__(self) -> bool:
+        return bool(self.matrices or self.direct)
+
+    def note(self) -> None:
+        """Notes to which ``.grad`` the gradients belong. The computing streams are current."""
+        self._former = {i: FormerShardedGrad(self._parameters[i]) for i in sorted(self.present | {*self.direct})}
 
     def drop_void(self) -> None:
-        """Drops the sums of parameters whose ``.grad`` the user has dropped or zeroed."""
-        for i in [i for i, former in self._former.items() if former.is_void(self._parameters[i])]:
-            del self._former[i]
-            for (kept, layout, _), parts in zip(self._groups, self.totals, strict=True):
-                if i in kept:
-                    for flat in parts:
-                        layout.zero_columns(kept.index(i), flat)
+        self._drop([i for i, former in self._former.items() if former.is_void()])
+
+    def drop_new(self, slots: Iterable[int]) -> None:
+        """Drops those of ``slots``, and of all parameters that had none when `note` was called last."""
+        for slot in slots:
+            self.matrices.pop(slot, None)
+        self._drop(self.present - self._former.keys())
+
+    def _drop(self, positions: Iterable[int]) -> None:
+        for i in positions:
+            self._former.pop(i, None)
+            self.direct.pop(i, None)
+            self.present.discard(i)
+            for at, (kept, layout, _) in enumerate(self._groups):
+                for matrices in self.matrices.values() if i in kept else ():
+                    layout.zero_columns(kept.index(i), matrices[at].view(-1, layout.numel))
+        if not self.present:
+            self.matrices.clear()
 
 
 class ShardedUnit:
@@ -302,7 +310,7 @@ class ShardedUnit:
                 shapes, cuts = [self.parameters[i].shape for i in kept], [cut_of(self.parameters[i]) for i in kept]
                 layout = Layout(shapes, cuts, len(self.slots), None, *self.sharded_over)
                 self.groups.append((kept, layout, owned.dtype))
-        self.partial: PartialSums | None = None
+        self.partial: WaitingSums | None = None
         self.pieces = UnitPieces(len(self.slots), self.indices, self.owned)
         self.comm_settings = settings.current()
         self.tables: PeerTables | None = None
