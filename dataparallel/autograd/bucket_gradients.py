@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
@@ -265,7 +265,7 @@ class GradientStreams:
         """
         *flats, total = buffers
         root = total.device
-        held = running_pass().get(self._key, self._hold_until_end)
+        held = running_pass().get(self._key, self._held_until_end)
         for ready in ready_events:
             ready.make_wait(self.sides[ready.stream.device])
         if total is not flats[0]:
@@ -279,13 +279,16 @@ class GradientStreams:
         finally:
             make_current(self.computing.values())
             self._record_other_streams(flats, total, ready_events)
-            held.hold([flat for flat in flats if flat is not total], root, self.sides)
+            passed_on = [flat for flat in flats if flat is not total]
+            devices = {flat.device for flat in passed_on} - {root}
+            held.append((passed_on, [(device, Event(self.sides[device])) for device in devices]))
+            self._release(held, _BUCKETS_HELD)
 
     def _record_other_streams(self, flats: Sequence[Tensor], total: Tensor, ready_events: Sequence[ReadyEvent]) -> None:
         """Calls ``record_stream`` on buffers whose stream does not wait before they are freed.
 
         These are buffers of further slots on the root's device, where the computing stream must not wait for the sum,
-        and buffers that another stream than the computing one has made. `_HeldBuffers` holds all other buffers.
+        and buffers that another stream than the computing one has made. All other buffers are held.
         """
         for flat, ready in zip(flats, ready_events, strict=True):
             is_foreign = ready.stream != self.computing[flat.device]
@@ -298,41 +301,25 @@ class GradientStreams:
         """Makes the root's computing stream wait for its side stream, which may write to the memory of the sum."""
         Event(self.sides[root]).make_wait(self.computing[root])
 
-    def _hold_until_end(self, running: PassOfBackward) -> _HeldBuffers:
-        held = _HeldBuffers(self.computing)
-        running.on_end(held.release)
+    # ``record_stream`` on all buffers would keep those of a whole step: such memory is free only when the host looks
+    # again, and by then the host may have launched the whole step.
+
+    def _held_until_end(self, running: PassOfBackward) -> _Held:
+        held: _Held = deque()
+        running.on_end(lambda ok: self._release(held, 0))
         return held
 
+    def _release(self, held: _Held, left: int) -> None:
+        """Releases the oldest buckets' buffers. The computing streams wait for the side streams, but on the root."""
+        while len(held) > left:
+            buffers, events = held.popleft()
+            for device, event in events:
+                event.make_wait(self.computing[device])
+            del buffers  # only now: the computing stream may use the memory again
 
-class _HeldBuffers:
-    """The flat buffers that one backward pass holds. The root's thread launches buckets one after the other.
 
-    ``record_stream`` would keep the buffers of a whole step: such memory is free only when the host looks again, and by
-    then the host may have launched the whole step.
-    """
-
-    def __init__(self, computing: Mapping[torch.device, torch.Stream]) -> None:
-        self._computing = computing
-        # The buffers of each bucket, and an event on each side stream after the last work that uses the buffers.
-        self._held: deque[tuple[Sequence[Tensor], list[tuple[torch.device, Event]]]] = deque()
-
-    def hold(self, buffers: Sequence[Tensor], root: torch.device, sides: Mapping[torch.device, torch.Stream]) -> None:
-        """Holds a bucket's buffers. The work that uses them has been launched on ``sides``."""
-        devices = {buffer.device for buffer in buffers} - {root}
-        self._held.append((buffers, [(device, Event(sides[device])) for device in devices]))
-        if len(self._held) > _BUCKETS_HELD:
-            self._release_oldest()
-
-    def release(self, ok: bool) -> None:
-        """Makes the computing streams wait for the side streams, except on the root, and releases all buffers."""
-        while self._held:
-            self._release_oldest()
-
-    def _release_oldest(self) -> None:
-        buffers, events = self._held.popleft()
-        for device, event in events:
-            event.make_wait(self._computing[device])
-        del buffers  # only now: the computing stream may use the memory again
+_Held: TypeAlias = deque[tuple[Sequence[Tensor], list[tuple[torch.device, Event]]]]
+"""The flat buffers of buckets that one pass holds, with an event on each side stream after the last work on them."""
 
 
 def broadcast_bucket(
@@ -361,7 +348,7 @@ def broadcast_bucket(
     """
     packing = Packing(slots, tensors, may_flatten)
     if handle is None:
-        (handle,) = FromSource.apply(tensors[0].device, [len(tensors)], as_they_are, *tensors)
+        (handle,) = FromSource.apply([len(tensors)], as_they_are, *tensors)
         if gradient_streams is not None:
             run_last(handle.grad_fn)
     # A node belongs to the stream that is current when it is made.
@@ -518,7 +505,7 @@ def _separate_sums(present: Sequence[SlotGradients], ctx: Any) -> list[Tensor | 
 
 
 class FromSource(Node):
-    """``FromSource.apply(device, counts, complete, *tensors)`` returns a handle on ``device`` for each bucket.
+    """``FromSource.apply(counts, complete, *tensors)`` returns a handle for each bucket, on the tensors' device.
 
     ``counts`` says how many of the tensors are in each. Backward returns their gradients, as ``complete`` changes the
     list of all of them.
@@ -531,7 +518,6 @@ class FromSource(Node):
     @staticmethod
     def forward(
         ctx: Any,
-        device: torch.device,
         counts: Sequence[int],
         complete: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
         *tensors: Tensor,
@@ -539,7 +525,7 @@ class FromSource(Node):
         ctx.set_materialize_grads(False)
         ctx.counts, ctx.complete, ctx.tensors = counts, complete, tensors
         run_first(ctx)
-        return tuple([empty_handle(device) for _ in counts])
+        return tuple([empty_handle(tensors[0].device) for _ in counts])
 
     @staticmethod
     def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -552,7 +538,7 @@ class FromSource(Node):
         for (following, _), tensor, grad in zip(ctx.next_functions, ctx.tensors, completed, strict=True):
             if grad is None:
                 _spare_hooks(following, tensor)
-        return None, None, None, *completed
+        return None, None, *completed
 
 
 def as_they_are(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence, Set
 from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -255,15 +254,13 @@ class GradientSums:
         with self.lock:
             self.drop_void()
             taken = self._take([each for each, waiting in self._waiting.items() if not waiting.passes])
-        of_sources = [(each.parameter, [each.by_slot[slot] for slot in sorted(each.by_slot)]) for each in taken]
-        # Kept gradients were made on the streams of their forward; ``.grad`` may have been written on other streams.
-        for _, group in groupby(of_sources, lambda pair: id(pair[1][0].streams)):
-            of_forward = [*group]
-            with streams_joined(of_forward[0][1][0].streams):
-                for source, terms in of_forward:
-                    if source.grad is not None:  # else void: the engine still holds a pass that has failed
-                        total = comm.reduce_add([kept.receive() for kept in terms], source.device)
-                        source.grad.add_(hooked(source, total))
+        for waiting in taken:
+            kept, source = [waiting.by_slot[slot] for slot in sorted(waiting.by_slot)], waiting.parameter
+            # They were made on the streams of their forward; ``.grad`` may have been written on other streams.
+            with streams_joined(kept[0].streams):
+                if source.grad is not None:  # else void: the engine still holds a pass that has failed
+                    total = comm.reduce_add([each.receive() for each in kept], source.device)
+                    source.grad.add_(hooked(source, total))
 
     def _end_pass(self, ended: PassOfBackward, ok: bool) -> None:
         """If the pass has succeeded, its kept gradients belong to the ``.grad`` that it has written."""
@@ -322,11 +319,9 @@ class ReducerSums(GradientSums):
     def add_kept(self) -> None:
         """Does nothing: gradients are added to ``.grad`` only after the reducer has had them."""
 
-    def take_to_send(self, bucket: SourceBucket, written: Set[int]) -> list[WaitingGradients]:
-        """Takes the gradients of all slots that wait for the ``written`` sources. The forward's streams are current."""
-        with self.lock:
-            self.drop_void(bucket.sources)
-            taken = self._take([id(bucket.sources[position]) for position in written])
+    def take(self, bucket: SourceBucket, written: Set[int]) -> list[WaitingGradients]:
+        """See `GradientSums.take`: those of all slots. The forward's streams are current."""
+        taken = super().take(bucket, written)
         # Without a ``.grad`` the gradients are void, and the engine still holds the pass that has failed.
         found = [(waiting, grad) for waiting in taken if (grad := waiting.parameter.grad) is not None]
         of_slot_0 = [grad if waiting.reduced is None else grad - waiting.reduced for waiting, grad in found]
@@ -388,10 +383,15 @@ class ReducerBucket(SourceBucket):
         members = [f"{self.names[i]} {list(self.sources[i].shape)}" for i in self.layout.indices]
         return f"{self.sources[0].dtype}: {', '.join(members)}"
 
-    def flatten(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Copies gradients into a new flat buffer with this layout, on the current stream."""
+    def flat_of(self, sums: SourceGradients | None) -> Tensor:
+        """Returns gradients in a flat buffer with this layout: in theirs if it has that, else on the current stream."""
+        if sums is None:
+            return self.zeros()
+        if sums.bucket is not None and sums.bucket.row_major and sums.bucket.indices == self.layout.indices:
+            assert sums.flat is not None
+            return sums.flat
         filled = []
-        for name, source, grad in zip(self.names, self.sources, grads, strict=True):
+        for name, source, grad in zip(self.names, self.sources, sums.grads_on_side_streams, strict=True):
             if grad is not None and grad.layout is not torch.strided:
                 raise TypeError(
                     f"the gradient of {name!r} has the layout {grad.layout}, and gradients go on to other machines, or "
@@ -405,11 +405,6 @@ class ReducerBucket(SourceBucket):
         """The gradients in a flat buffer, in the order of the sources."""
         parts = dict(zip(self.layout.indices, unflatten(self.layout, flat), strict=True))
         return [parts[i] for i in range(len(self.sources))]
-
-    def is_laid_out(self, sums: SourceGradients) -> bool:
-        """True if ``sums.flat`` has the bucket's layout already, so that it needs no copy."""
-        found = None if sums.flat is None else sums.bucket
-        return found is not None and found.row_major and found.indices == self.layout.indices
 
     def zeros(self) -> Tensor:
         return torch.zeros(self.layout.numel, dtype=self.sources[0].dtype, device=self.sources[0].device)

@@ -18,11 +18,20 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.autograd.bucket_gradients import FromSource, SlotGradients, SourceGradients, ToSlots
-from dataparallel.autograd.node import run_last
+from dataparallel.autograd.bucket_gradients import (
+    FromSource,
+    SlotGradients,
+    SourceGradients,
+    ToSlots,
+    as_they_are,
+    empty_handle,
+    envelope_with,
+    take_contents,
+)
+from dataparallel.autograd.node import Node, run_last
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass, wait_for_passes
 from dataparallel.batches.structures import tensors_in
-from dataparallel.comm.streams.current import Event, current_streams, memory_of, streams_set
+from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.devices import CPU
 from dataparallel.gradients.comm_hooks import GradBucket
 from dataparallel.gradients.gradient_sums import ReducerBucket, ReducerSums, WaitingGradients, written_sources
@@ -104,36 +113,17 @@ class BucketRow:
         passes.rows.add(self)
 
     def make_handles(self) -> tuple[Tensor, ...]:
-        """Makes the node behind `ToSlots` in backward. Returns a handle for each bucket.
+        """Makes the nodes behind `ToSlots` in backward. Returns a handle for each bucket. ::
 
-        One node for all buckets: nobody waits before all of them are launched, and no ``.grad`` is written before the
-        pass has succeeded on all machines. The handles are on the CPU, so the node runs in the thread that has called
-        ``backward``, and may block there, where threads of accelerators must not. On the CPU one thread runs all nodes,
-        this one last, so after any error of this machine's backward.
+        parameters <-- FromSource <-- WaitForAll <-- ToSlots of all buckets
         """
-        sources = [bucket.sources for bucket in self.buckets]
-        handles: tuple[Tensor, ...] = FromSource.apply(
-            CPU, [*map(len, sources)], self._complete, *chain.from_iterable(sources)
-        )
-        run_last(handles[0].grad_fn)
-        self._node: weakref.ref[Any] = weakref.ref(handles[0].grad_fn)
+        sources = [*chain.from_iterable(bucket.sources for bucket in self.buckets)]
+        (handle,) = FromSource.apply([len(sources)], as_they_are, *sources)
+        handles: tuple[Tensor, ...] = WaitForAll.apply(self, handle)
+        for each in (handle, handles[0]):
+            run_last(each.grad_fn)
+        self._node: weakref.ref[Any] = weakref.ref(handle.grad_fn)
         return handles
-
-    def _complete(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Called in that node's backward: returns reduced gradients, or those of slot 0 if gradients stay there."""
-        this_pass = self.passes.running_passes()[self]
-        for each in _passes_of(running_pass()):
-            each.end_if_launched()  # before the wait: other machines may wait for another module's first
-        if this_pass.is_reduced:
-            grads = this_pass.wait_for_gradients()
-        # For a node of the CPU the engine takes the caller's streams for those of its gradients.
-        for device, stream in current_streams(self.streams).items():
-            if stream != self.streams[device]:
-                Event(self.streams[device]).make_wait(stream)
-                for memory in chain.from_iterable(memory_of(grad) for grad in grads if grad is not None):
-                    if memory.device == device:
-                        memory.record_stream(stream)
-        return grads
 
     def note_copies(self, index: int, on_slots: Sequence[Sequence[Tensor]]) -> None:
         """Notes the `ToSlots` of a bucket, which the nodes of the bucket's copies lead to."""
@@ -171,6 +161,32 @@ class BucketRow:
         """Returns the numbers of the buckets whose copies the running backward does not reach on any slot."""
         nodes = [(index, reference()) for index, reference in sorted(self._sum_nodes.items())]
         return [index for index, node in nodes if node is None or not _torch.will_engine_execute_node(node)]
+
+
+class WaitForAll(Node):
+    """``WaitForAll.apply(row, handle)`` returns a handle for each bucket. Backward blocks until all are reduced.
+
+    So nobody waits before all buckets are launched, and no ``.grad`` is written before the pass has succeeded on all
+    machines. The handles are on the CPU: the node runs in the thread that has called ``backward``, and may block there,
+    where threads of accelerators must not. On the CPU one thread runs all nodes, this one last, so after any error of
+    this machine's backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, row: BucketRow, handle: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.row, ctx.source_device = row, handle.device
+        return tuple([empty_handle(CPU) for _ in row.buckets])
+
+    @staticmethod
+    def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[None, Tensor]:
+        """Passes reduced gradients on, or those of slot 0 if gradients stay on the slots."""
+        kept: list[SourceGradients | None] = [*map(take_contents, envelopes)]
+        this_pass = ctx.row.passes.running_passes()[ctx.row]
+        for each in _passes_of(running_pass()):
+            each.end_if_launched()  # before the wait: other machines may wait for another module's first
+        grads = this_pass.wait_for_gradients() if this_pass.is_reduced else this_pass.on_slot_0(kept)
+        return None, envelope_with(SourceGradients(grads, None, ctx.source_device), ctx.source_device)
 
 
 def _passes_of(backward: PassOfBackward) -> list[OrderedPass]:
@@ -248,6 +264,7 @@ class _Bucket(NamedTuple):
     """A bucket that is to be launched, or was launched and not waited for."""
 
     flat: Tensor
+    used: list[bool]  # for each parameter, whether it has a gradient here
     sums: SourceGradients | None  # holds the memory of ``flat``
     sides: dict[torch.device, torch.Stream]  # the side streams that have made ``flat``
     result: AsyncResult | None = None
@@ -276,7 +293,6 @@ class OrderedPass:
         self._reducer_pass = row.passes.reducer.begin_pass(row.contents) if self.is_reduced else None
         self._ready: dict[int, _Bucket] = {}  # by its number: a bucket that waits for its turn
         self._in_flight: list[_Bucket] = []
-        self._used_here: list[list[bool]] = [[] for _ in row.buckets]
         self._taken: list[WaitingGradients] = []
         self._end_result: AsyncResult | None = None
         self._is_over = threading.Event()  # set when the end was sent, or the pass has failed
@@ -306,22 +322,18 @@ class OrderedPass:
 
     def _make_ready(self, node: Any, index: int, by_slot: Sequence[SlotGradients | None]) -> None:
         bucket = self._row.buckets[index]
-        taken = self._kept_gradients.take_to_send(bucket, self._written[index])
+        taken = self._kept_gradients.take(bucket, self._written[index])
         if taken:
             self._taken += taken
             by_slot = bucket.with_kept_gradients(node, by_slot, taken)
-        sums = ToSlots.sum_over_slots(node, by_slot)
+        sums, streams = ToSlots.sum_over_slots(node, by_slot), node.gradient_streams
         grads = [None] * len(bucket.names) if sums is None else sums.grads_on_side_streams
-        self._used_here[index] = [grad is not None for grad in grads]
-        streams = node.gradient_streams
         with ToSlots.adding_streams_set(node):
-            if sums is not None and sums.flat is not None and bucket.is_laid_out(sums):
-                flat = sums.flat
-            else:
-                flat = bucket.zeros() if sums is None else bucket.flatten(grads)
-                if streams is not None:  # allocated on a side stream, used on the computing stream
-                    flat.record_stream(streams.computing[node.source_device])
-        self._ready[index] = _Bucket(flat, sums, {} if streams is None else dict(streams.sides))
+            flat = bucket.flat_of(sums)
+            if streams is not None and (sums is None or flat is not sums.flat):
+                flat.record_stream(streams.computing[node.source_device])  # allocated on a side stream
+        used = [grad is not None for grad in grads]
+        self._ready[index] = _Bucket(flat, used, sums, {} if streams is None else dict(streams.sides))
 
     def _launch_ready(self) -> None:
         """Launches the buckets whose turn it is, under the lock."""
@@ -350,7 +362,7 @@ class OrderedPass:
         with self._lock:
             if self._is_over.is_set() or self._reducer_pass is None or len(self._in_flight) < len(self._row.buckets):
                 return
-            used = [*chain.from_iterable(self._used_here)]
+            used = [*chain.from_iterable(bucket.used for bucket in self._in_flight)]
             self._end_result = self._reducer_pass.end_pass(used, self._row.order.proposal())
             self._is_over.set()
             if self._next is not None:
@@ -387,6 +399,11 @@ class OrderedPass:
             del taken
         self._row.order.agree(order)
         return [grad if used else None for grad, used in zip(grads, used_anywhere, strict=True)]
+
+    def on_slot_0(self, kept: Sequence[SourceGradients | None]) -> list[Tensor | None]:
+        """Slot 0's gradients, which `keep_on_slots` has returned for each bucket that the pass reaches."""
+        pairs = zip(kept, self._row.buckets, strict=True)
+        return [*chain.from_iterable([None] * len(bucket.names) if g is None else g.take() for g, bucket in pairs)]
 
     # ---- when backward has failed ------------------------------------------------------------------------------------
 

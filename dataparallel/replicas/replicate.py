@@ -195,7 +195,7 @@ class Copies:
         handles: Sequence[Tensor] = ()
         if as_torch and is_at_root:
             sources = [tensors[i] for i in chain.from_iterable(buckets)]
-            handles = FromSource.apply(slots[0], [*map(len, buckets)], partial(_with_zeros, sources), *sources)
+            handles = FromSource.apply([*map(len, buckets)], partial(_with_zeros, sources), *sources)
             if gradient_streams is not None:
                 run_last(handles[0].grad_fn)
         for number, (indices, handle) in enumerate(zip_longest(buckets, handles)):
