@@ -278,24 +278,13 @@ class GradientStreams:
             raise
         finally:
             make_current(self.computing.values())
-            self._record_other_streams(flats, total, ready_events)
             passed_on = [flat for flat in flats if flat is not total]
+            for flat in passed_on:
+                if flat.device == root:  # of a further slot there: the computing stream must not wait for the sum
+                    flat.record_stream(self.sides[root])
             devices = {flat.device for flat in passed_on} - {root}
             held.append((passed_on, [(device, Event(self.sides[device])) for device in devices]))
             self._release(held, _BUCKETS_HELD)
-
-    def _record_other_streams(self, flats: Sequence[Tensor], total: Tensor, ready_events: Sequence[ReadyEvent]) -> None:
-        """Calls ``record_stream`` on buffers whose stream does not wait before they are freed.
-
-        These are buffers of further slots on the root's device, where the computing stream must not wait for the sum,
-        and buffers that another stream than the computing one has made. All other buffers are held.
-        """
-        for flat, ready in zip(flats, ready_events, strict=True):
-            is_foreign = ready.stream != self.computing[flat.device]
-            if is_foreign or (flat.device == total.device and flat is not total):
-                flat.record_stream(self.sides[flat.device])
-            if is_foreign and flat is total:  # if the root's slot has no gradient
-                flat.record_stream(self.computing[flat.device])
 
     def release_sum(self, root: torch.device) -> None:
         """Makes the root's computing stream wait for its side stream, which may write to the memory of the sum."""

@@ -39,7 +39,11 @@ class Both:
         """A forward and its backward, which writes the ``.grad`` of all parameters or of those that are named."""
         self.sums_are(are_on)
         for call, module in self.calls:
-            loss(call(x)).backward(inputs=None if names is None else inputs_of(module, names), **options)
+            loss(call(x)).backward(inputs=self.inputs_of(module, names), **options)
+
+    @staticmethod
+    def inputs_of(module: nn.Module, names: Sequence[str] | None) -> list[Tensor] | None:
+        return None if names is None else [module.get_parameter(name) for name in names]
 
     def learn(self) -> None:
         """The steps in which the order of gradients is learnt."""
@@ -58,10 +62,6 @@ class Both:
     def compare(self) -> None:
         """Asserts that both have the same gradients."""
         assert_same(*([None if g is None else g.detach() for g in gradients(module)] for module in self.modules))
-
-
-def inputs_of(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
-    return [module.get_parameter(name) for name in names]
 
 
 @pytest.fixture

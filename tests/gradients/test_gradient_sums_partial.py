@@ -1,6 +1,6 @@
 """Passes that write only some gradients, ``backward(inputs=...)``, mixed with others, end as on one device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,10 +20,6 @@ pytestmark = [
 ]
 
 NAMES = [name for name, _ in Branched().named_parameters()]
-
-
-def inputs_of(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
-    return [module.get_parameter(name) for name in names]
 
 
 @pytest.fixture
@@ -142,7 +138,7 @@ class Program:
             self.forward()
         self.both.sums_are(are_on)
         for value, module in zip(self.outputs.pop(), self.both.modules, strict=True):
-            value.backward(inputs=None if names is None else inputs_of(module, names), create_graph=create_graph)
+            value.backward(inputs=self.both.inputs_of(module, names), create_graph=create_graph)
         if are_on:
             assert self.both.kept() == 0
 
@@ -152,7 +148,7 @@ class Program:
         before = self.both.kept()
         values = self.outputs.pop()
         found, expected = (
-            [*torch.autograd.grad(value, inputs_of(module, names), allow_unused=True)]
+            [*torch.autograd.grad(value, self.both.inputs_of(module, names), allow_unused=True)]
             for value, module in zip(values, self.both.modules, strict=True)
         )
         assert_same(found, expected)
@@ -160,7 +156,7 @@ class Program:
 
     def zero(self, to_none: bool, names: list[str] | None) -> None:
         for module in self.both.modules:
-            for parameter in inputs_of(module, NAMES if names is None else names):
+            for parameter in self.both.inputs_of(module, NAMES if names is None else names):
                 if to_none:
                     parameter.grad = None
                 elif parameter.grad is not None:
@@ -172,7 +168,7 @@ class Program:
         if self.were_zeroed:
             return
         for module in self.both.modules:
-            sum(parameter.square().sum() for parameter in inputs_of(module, names)).backward()
+            sum(parameter.square().sum() for parameter in self.both.inputs_of(module, names)).backward()
 
     def step(self) -> None:
         if self.both.kept() == 0:
