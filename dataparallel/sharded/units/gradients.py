@@ -119,7 +119,7 @@ class SumsOfPass:
                 if i in present:
                     like, shards = unit.parameters[i], [of_owner[at] for of_owner in parts]
                     gradient = ShardedTensor(shards, like.placement, like.shape, devices=like.devices)
-                    self.summed.add_sum(self.new, like, gradient)
+                    self.new.setdefault(like, []).append(gradient)
 
     def release_deliveries(self, slot: int) -> None:
         """Drops the slot's deliveries. Their memory is held until sums that use it are over, or its stream waits."""

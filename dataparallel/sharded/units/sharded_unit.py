@@ -56,8 +56,8 @@ class Registries:
             registry[name] = parameters[position]
 
 
-NewGradients: TypeAlias = dict[int, list[ShardedTensor]]
-"""By the ``id`` of a parameter: sums of one pass that are not in ``.grad`` yet."""
+NewGradients: TypeAlias = dict[ShardedTensor, list[Any]]
+"""By parameter: sums of one pass that nobody else holds, and that are not in ``.grad`` yet."""
 
 
 class PassGradients:
@@ -70,7 +70,6 @@ class PassGradients:
     """
 
     def __init__(self) -> None:
-        self._parameters: dict[int, ShardedTensor] = {}
         self._new: list[NewGradients] = []  # of each pass
         self._direct: list[tuple[ShardedTensor, Any]] = []  # parameters, and what the engine has brought
         self._open_passes = 0
@@ -89,14 +88,8 @@ class PassGradients:
     def take_direct(self, parameters: Collection[ShardedTensor]) -> list[tuple[ShardedTensor, Any]]:
         """Takes back what `add_direct` was given for these parameters."""
         keys = {*map(id, parameters)}
-        taken = [pair for pair in self._direct if id(pair[0]) in keys]
-        self._direct = [pair for pair in self._direct if id(pair[0]) not in keys]
-        return taken
-
-    def add_sum(self, of_pass: NewGradients, parameter: ShardedTensor, gradient: ShardedTensor) -> None:
-        """Adds a sum that nobody else holds."""
-        self._parameters[id(parameter)] = parameter
-        of_pass.setdefault(id(parameter), []).append(gradient)
+        direct, self._direct = self._direct, [pair for pair in self._direct if id(pair[0]) not in keys]
+        return [pair for pair in direct if id(pair[0]) in keys]
 
     def publish(self, of_pass: NewGradients) -> None:
         """Makes new gradients the parameters' ``.grad`` where there is none, except those that hooks have to see."""
@@ -124,9 +117,8 @@ class PassGradients:
             for shards, additions in by_device.values():
                 _torch.foreach_add_(shards, additions)
 
-    def _unhooked(self, of_pass: NewGradients) -> list[tuple[ShardedTensor, list[ShardedTensor]]]:
-        pairs = [(self._parameters[key], found) for key, found in [*of_pass.items()] if found]
-        return [(parameter, found) for parameter, found in pairs if not _torch.hooks_of(parameter)]
+    def _unhooked(self, of_pass: NewGradients) -> list[tuple[ShardedTensor, list[Any]]]:
+        return [(each, found) for each, found in [*of_pass.items()] if found and not _torch.hooks_of(each)]
 
     def fail_pass(self) -> None:
         self._open_passes -= 1
@@ -142,11 +134,11 @@ class PassGradients:
         if self._open_passes:
             return
         for parameter, direct in self._direct:
-            self.add_sum(self._new[0], parameter, direct.clone())  # other code may hold `direct`
+            self._new[0].setdefault(parameter, []).append(direct.clone())  # other code may hold `direct`
         self._direct.clear()
         self.add(self._new[0])
-        for key, parameter in self._parameters.items():
-            if found := [gradient for of_pass in self._new for gradient in of_pass.pop(key, [])]:
+        for parameter in dict.fromkeys(chain.from_iterable(self._new)):
+            if found := [gradient for of_pass in self._new for gradient in of_pass.pop(parameter, [])]:
                 gradient, *others = found
                 for other in others:
                     gradient.add_(other)
