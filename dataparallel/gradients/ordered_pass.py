@@ -184,7 +184,7 @@ class WaitForAll(Node):
         kept: list[SourceGradients | None] = [*map(take_contents, envelopes)]
         this_pass = ctx.row.passes.running_passes()[ctx.row]
         for each in _passes_of(running_pass()):
-            each.end_if_launched()  # before the wait: other machines may wait for another module's first
+            each.launch_ready()  # before the wait: other machines may wait for another module's first
         grads = this_pass.wait_for_gradients() if this_pass.is_reduced else this_pass.on_slot_0(kept)
         return None, envelope_with(SourceGradients(grads, None, ctx.source_device), ctx.source_device)
 
@@ -282,10 +282,7 @@ class OrderedPass:
 
     def __init__(self, row: BucketRow, previous: OrderedPass | None) -> None:
         self._row, self._previous = row, previous
-        self._next: OrderedPass | None = None
-        self._lock: threading.RLock = threading.RLock() if previous is None else previous._lock
-        if previous is not None:
-            previous._next = self
+        self._lock = threading.Lock()
         self._written = row.written_sources()
         self._kept_gradients = row.passes.sums
         self.is_reduced = self._kept_gradients.are_on or not any(self._written)
@@ -317,8 +314,8 @@ class OrderedPass:
         for each in without:
             self._make_ready(node, each, [None] * len(by_slot))
         self._make_ready(node, index, by_slot)
-        with self._lock:
-            self._launch_ready()
+        # The thread that called ``backward`` may already wait for another module. On the CPU it runs all nodes.
+        self.launch_ready(may_end=node.source_device != CPU)
 
     def _make_ready(self, node: Any, index: int, by_slot: Sequence[SlotGradients | None]) -> None:
         bucket = self._row.buckets[index]
@@ -335,15 +332,19 @@ class OrderedPass:
         used = [grad is not None for grad in grads]
         self._ready[index] = _Bucket(flat, used, sums, {} if streams is None else dict(streams.sides))
 
-    def _launch_ready(self) -> None:
-        """Launches the buckets whose turn it is, under the lock."""
+    def launch_ready(self, may_end: bool = True) -> None:
+        """Launches the buckets whose turn it is, after those of the previous pass. Ends the pass after the last one."""
         if self._previous is not None and not self._previous._is_over.is_set():
             return
-        while (ready := self._ready.pop(len(self._in_flight), None)) is not None:
-            self._launch(ready)
-        # The thread that called ``backward`` may already wait for another module. On the CPU it runs all nodes.
-        if self._row.buckets[0].sources[0].device.type != "cpu":
-            self.end_if_launched()
+        with self._lock:
+            if self._is_over.is_set() or self._reducer_pass is None:
+                return
+            while (ready := self._ready.pop(len(self._in_flight), None)) is not None:
+                self._launch(ready)
+            if may_end and len(self._in_flight) == len(self._row.buckets):
+                used = [*chain.from_iterable(bucket.used for bucket in self._in_flight)]
+                self._end_result = self._reducer_pass.end_pass(used, self._row.order.proposal())
+                self._is_over.set()
 
     def _launch(self, bucket: _Bucket) -> None:
         assert self._reducer_pass is not None
@@ -357,27 +358,17 @@ class OrderedPass:
         parameters = [bucket.sources[i] for i in bucket.layout.indices]
         return GradBucket(index, count, flat, parameters, [bucket.names[i] for i in bucket.layout.indices])
 
-    def end_if_launched(self) -> None:
-        """Ends the pass after its last launch, unless it has ended. Then the next pass launches."""
-        with self._lock:
-            if self._is_over.is_set() or self._reducer_pass is None or len(self._in_flight) < len(self._row.buckets):
-                return
-            used = [*chain.from_iterable(bucket.used for bucket in self._in_flight)]
-            self._end_result = self._reducer_pass.end_pass(used, self._row.order.proposal())
-            self._is_over.set()
-            if self._next is not None:
-                self._next._launch_ready()
-
     def wait_for_gradients(self) -> list[Tensor | None]:
         """Blocks until all buckets are reduced. Returns the gradients; ``None`` for what no machine has used.
 
         The computing streams are ordered after them.
         """
-        if not self._is_over.wait(_PREVIOUS_PASS_TIMEOUT):  # only in a pass over several forwards, on accelerators
+        if self._previous is not None and not self._previous._is_over.wait(_PREVIOUS_PASS_TIMEOUT):
             raise RuntimeError(
                 f"after {_PREVIOUS_PASS_TIMEOUT:g} s the gradients of an earlier forward of this backward have not "
                 "been launched: an error has ended their part of it"
             )
+        self.launch_ready()
         # `launch_event` orders the computing stream after the launch. The memory of the sums is held until then.
         grads: list[Tensor | None] = []
         streams = self._row.streams

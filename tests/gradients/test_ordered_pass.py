@@ -6,6 +6,7 @@ import copy
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ class Recorder:
     def __init__(self, change: Callable[[Tensor], Tensor] = lambda flat: flat) -> None:
         self.change = change
         self.passes: list[Recorder] = []
+        self.log: list[Recorder] = []  # the pass of each launch
         self.contents = ""
         self.launched: list[GradBucket] = []
         self.ends: list[Sequence[bool]] = []
@@ -41,7 +43,7 @@ class Recorder:
 
     def begin_pass(self, contents: str) -> Recorder:
         self.passes.append(Recorder(self.change))
-        self.passes[-1].contents = contents
+        self.passes[-1].contents, self.passes[-1].log = contents, self.log
         return self.passes[-1]
 
     def fail(self, error: BaseException, missing: Iterator[GradBucket]) -> None:
@@ -49,6 +51,7 @@ class Recorder:
 
     def launch(self, sums: GradBucket) -> Arrived:
         self.launched.append(sums)
+        self.log.append(self)
         return Arrived(lambda: self.change(sums.summed))
 
     def end_pass(self, used: Sequence[bool], order: Sequence[int] | None) -> Arrived:
@@ -89,6 +92,22 @@ def test_every_pass_launches_every_bucket_once_and_in_order(model: Any, recorder
     assert len(recorder.passes[0].launched) == len([*model.parameters()])  # before the order is known
     assert len(recorder.passes[-1].launched) < len(recorder.passes[0].launched)
     assert all(each.failures == [] for each in recorder.passes)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_forwards_with_other_copies_are_launched_one_after_the_other(
+    model: Any, recorder: Recorder, root: torch.device, first: int
+) -> None:
+    """Those of another thread have copies of their own."""
+    x, one = batch_of(0, 0).to(root), build(root)
+    with ThreadPoolExecutor(1) as thread:
+        losses = [loss_of(model(x)), thread.submit(lambda: loss_of(model(x))).result()]
+    (losses[first] + losses[1 - first]).backward()
+    (2 * loss_of(one(x))).backward()
+    assert_close(gradients(model), gradients(one))
+    older, newer = recorder.passes
+    assert recorder.log == [older] * len(older.launched) + [newer] * len(newer.launched)
+    assert [len(each.ends) for each in recorder.passes] == [1, 1]
 
 
 class EitherWay(torch.nn.Module):
