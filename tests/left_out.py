@@ -60,8 +60,8 @@ def left_out(guard: Guard, purpose: str | None = None) -> Iterator[list[bool]]:
     is_event = guard.how == "blank"
 
     def recording(record: Any) -> Any:
-        def recorded(event: Any, given: Any) -> None:
-            record(event, given)
+        def recorded(event: Any, given: Any, **options: Any) -> None:
+            record(event, given, **options)
             event.is_left_out = is_event and is_at(sys._getframe(1))
 
         return recorded
