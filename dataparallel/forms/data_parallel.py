@@ -25,7 +25,7 @@ from dataparallel.forms.managed import names_explained
 from dataparallel.nn.sync_batch_norm import prepare
 from dataparallel.replicas.compiled.calls import CompileArgument, call_of
 from dataparallel.replicas.graphs.calls import GraphedReplicas, check_graphs
-from dataparallel.replicas.kept_replicas import FreshCopies, KeptReplicas
+from dataparallel.replicas.kept_replicas import KeptReplicas
 from dataparallel.replicas.plan import check_placement
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes, make_replicas
 
@@ -61,11 +61,10 @@ class WrapperOptions(CallOptions):
     compiled: CompileArgument | None
 
     def keep_replicas(self, compiled: CompileArgument | None, as_torch: bool, has_graphs: bool = False) -> None:
-        """``as_torch``: hooks stay functions of the source, and gradients are as `Copies.send` says."""
+        """``as_torch``: see `KeptReplicas`."""
         slots = [resolve(slot) for slot in self.slots]
-        fresh = FreshCopies(as_torch)
-        tensors = KeptTensors(slots, cap_in_bytes(1), self.cap_bytes, True) if has_graphs else fresh
-        kept = KeptReplicas(tensors, compiled, not as_torch, GraphedReplicas() if has_graphs else None)
+        tensors = KeptTensors(slots, cap_in_bytes(1), self.cap_bytes, True) if has_graphs else None
+        kept = KeptReplicas(tensors, compiled, as_torch, GraphedReplicas() if has_graphs else None)
         vars(self).update(compiled=compiled, kept=kept)
 
     def __copy__(self) -> WrapperOptions:

@@ -44,8 +44,6 @@ class KeptTensors(TensorStore):
     ``slots``: all slots; a call may use only the first few. ``passes``: the module's, if a `Reducer` gets the sums.
     """
 
-    stay = True
-
     def __init__(self, slots: list[torch.device], first_bytes: int, cap_bytes: int, broadcast_buffers: bool) -> None:
         self.sums = GradientSums()
         self.passes: ModulePasses | None = None

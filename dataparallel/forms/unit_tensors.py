@@ -33,7 +33,6 @@ class UnitTensors(TensorStore):
     """``tops``: the modules of each unit. ``compile``: how it is. ``keeps_buffers``: copies stay where they are."""
 
     are_copies = False
-    stay = True
 
     def __init__(
         self,

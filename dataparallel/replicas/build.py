@@ -113,10 +113,10 @@ def _rebind_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list
     rebinding = Rebinding(table)
     for entry, module in zip(plan.entries, modules, strict=True):
         attributes = vars(module)
-        for key in entry.references:
+        for key, is_method in entry.references.items():
             if key in attributes:
                 try:
-                    rebind = rebinding.rebound_method if key in entry.methods else rebinding.rebound
+                    rebind = rebinding.rebound_method if is_method else rebinding.rebound
                     attributes[key] = rebind(attributes[key])
                 except Exception as error:
                     raise RuntimeError(
@@ -124,7 +124,7 @@ def _rebind_attributes(plan: ModulePlan, modules: list[nn.Module], tensors: list
                         f"{type(attributes[key]).__name__} that refers to their replicas could not be built"
                     ) from error
         if plan.cycles is not None and entry.references:
-            plan.cycles.add(module, entry.references)
+            plan.cycles.add(module, [*entry.references])
     if plan.cycles is not None:
         vars(modules[0])[CYCLES] = plan.cycles
 

@@ -23,23 +23,21 @@ from dataparallel.forks import in_forked_child
 from dataparallel.replicas.build import build_replica, collector_paused
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.graphs.calls import GraphedReplicas
-from dataparallel.replicas.plan import ModulePlan, names_of, placement_error, refuse_constants
+from dataparallel.replicas.plan import ModulePlan, check_tensors, refuse_constants
 from dataparallel.replicas.replicate import Copies
 from dataparallel.replicas.stamp import PlanStamp, Stamp
 from dataparallel.weak_members import WeakMembers
 
 
 class TensorStore(ABC):
-    """Gives tensors to the replicas of one call at a time. Copying or unpickling a store gives an empty one.
+    """Tensors that stay on the slots, for the replicas of one call at a time. A copy of a store is an empty one.
 
     Attributes:
         are_copies: true if they are copies of the source's tensors, which then have to be on the first slot.
-        stay: true if the tensors stay on the slots between calls.
-        replicas: the replicas that have them, if they stay. `clear` drops these too.
+        replicas: the replicas that have them. `clear` drops these too.
     """
 
     are_copies = True
-    stay = False
     replicas: KeptModules | None = None
 
     @abstractmethod
@@ -52,31 +50,9 @@ class TensorStore(ABC):
     def start_afresh_after_fork(self) -> None:  # noqa: B027 - some stores have no lock
         """Called in a forked child, where a thread of the parent may have held a lock."""
 
-    def clear(self) -> None:  # noqa: B027 - some stores do nothing
+    @abstractmethod
+    def clear(self) -> None:
         """Drops everything."""
-
-
-class FreshCopies(TensorStore):
-    """Keeps nothing: whatever a ``forward`` keeps of the tensors stays as it is. ``as_torch``: see `Copies.send`."""
-
-    def __init__(self, as_torch: bool = False) -> None:
-        self._as_torch = as_torch
-
-    def for_call(self, copies: Copies) -> list[list[Tensor]]:
-        if copies.record:
-            copies.send(self._as_torch)
-        else:
-            send_constant(copies)
-        return copies.by_slot
-
-
-# Tensors made in inference mode could not be used outside of it, as replicas inside ``frozen`` may be.
-@torch.inference_mode(False)
-@torch.no_grad()
-def send_constant(copies: Copies) -> None:
-    """Makes copies that are leaves."""
-    copies.send()
-    copies.make_leaves()
 
 
 class _LeasedInTurn:
@@ -116,9 +92,9 @@ class KeptModules(_LeasedInTurn):
     have new attributes, which may hold much memory. Otherwise they are dropped before the next call.
     """
 
-    def __init__(self, copies: Copies, by_slot: Sequence[list[Tensor]], graphs: GraphedReplicas | None) -> None:
-        self._plan, self._graphs = copies.plan, graphs
-        plan = copies.plan
+    def __init__(self, copies: Copies, graphs: GraphedReplicas | None) -> None:
+        plan, by_slot = copies.plan, copies.by_slot
+        self._plan, self._graphs = plan, graphs
         self._expected = [None if copies.arrivals is None else ExpectedArrivals() for _ in by_slot]
         pairs = zip(by_slot, self._expected, strict=True)
         super().__init__([build_replica(plan, tensors, True, expected) for tensors, expected in pairs])
@@ -140,10 +116,10 @@ class KeptModules(_LeasedInTurn):
             and all(stamp.holds() for stamp in self._stamps[:count])
         )
 
-    def lease(self, copies: Copies, by_slot: Sequence[list[Tensor]]) -> Lease:
+    def lease(self, copies: Copies) -> Lease:
         if self._graphs is not None:
-            self._graphs.serve(by_slot)
-        for slot, tensors in enumerate(by_slot):
+            self._graphs.serve(copies.by_slot)
+        for slot, tensors in enumerate(copies.by_slot):
             copies.expect(self._expected[slot], slot)
             table = self._plan.table(tensors)
             for registry, positions in self._registries[slot]:
@@ -151,7 +127,7 @@ class KeptModules(_LeasedInTurn):
                     registry.clear()
                 for name, position in positions.items():
                     registry[name] = table[position]
-        return self.lease_first(len(by_slot))
+        return self.lease_first(len(copies.slots))
 
     def end_lease(self) -> None:
         """Lets another call lease the replicas, or drops them if they have new attributes."""
@@ -178,44 +154,43 @@ class KeptReplicas:
 
     Any thread may use it. Copying or unpickling gives an empty `KeptReplicas`.
 
-    ``tensors`` lends the replicas' tensors outside of ``frozen``. ``hooks_follow``: as for `ModulePlan.of`. ``lock`` is
-    held while replicas are made. A form whose replicas are made from a twin takes it before it updates the twin: calls
-    of several threads share that.
+    ``tensors``: those that stay; without them each call has new ones. ``as_torch``: hooks stay functions of the source,
+    and new tensors have gradients as `Copies.send` says. ``lock`` is held while replicas are made. A form whose
+    replicas are made from a twin takes it before it updates the twin: calls of several threads share that.
     """
 
     def __init__(
         self,
-        tensors: TensorStore,
+        tensors: TensorStore | None = None,
         compile: CompileArgument | None = None,
-        hooks_follow: bool = True,
+        as_torch: bool = False,
         graphs: GraphedReplicas | None = None,
     ) -> None:
-        self._tensors = tensors
-        self._compile = compile
-        self._hooks_follow = hooks_follow
-        self.graphs = graphs
+        self._tensors, self._compile, self._as_torch, self.graphs = tensors, compile, as_torch, graphs
         self.lock = threading.RLock()
         self._frozen_blocks = 0  # how many are open
         self._clear()
         _all.add(self)
 
     def __reduce__(self) -> tuple[type[KeptReplicas], tuple[Any, ...]]:
-        return KeptReplicas, (copy.copy(self._tensors), self._compile, self._hooks_follow, copy.copy(self.graphs))
+        return KeptReplicas, (copy.copy(self._tensors), self._compile, self._as_torch, copy.copy(self.graphs))
 
     def _make_plan(self, network: nn.Module) -> ModulePlan:
         root_call = None if self._compile is None else self._compile.of(network)
-        return ModulePlan.of(network, root_call, self._hooks_follow)
+        return ModulePlan.of(network, root_call, hooks_follow=not self._as_torch)
 
     def _clear(self) -> None:
         self._stamp: PlanStamp | None = None  # ``None`` if the tree is not plain
         self._frozen_sets: list[_FrozenSet] = []
         self._is_from_before_fork = False  # the parent process has made everything that is kept
-        self._tensors.clear()
+        if self._tensors is not None:
+            self._tensors.clear()
 
     def drop_modules(self) -> None:
         """Drops the modules of replicas that stay: a failed call may have left activations on them."""
-        with self.lock:
-            self._tensors.replicas = None
+        if self._tensors is not None:
+            with self.lock:
+                self._tensors.replicas = None
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -256,10 +231,10 @@ class KeptReplicas:
             if kept.serves(network, slots):
                 return kept.lease_first(len(slots))
         plan = self._make_plan(network)
-        _check_placement(plan, slots[0])
+        check_tensors(plan.tensors, slots[0], network)
         refuse_constants(plan, slots)
         copies = Copies(plan, slots, cap_bytes, False)
-        send_constant(copies)
+        copies.send_leaves()
         replicas = copies.build_replicas()
         graphs = None if self.graphs is None else self.graphs.another()
         if graphs is not None and graphs.prepare(plan, slots):
@@ -279,32 +254,30 @@ class KeptReplicas:
             self._stamp = None
             plan = self._make_plan(network)
             self._stamp = PlanStamp(plan) if plan.is_plain else None
-        if self._tensors.are_copies:
-            _check_placement(plan, slots[0])
+        if self._tensors is None or self._tensors.are_copies:
+            check_tensors(plan.tensors, slots[0], network)
         refuse_constants(plan, slots)
         copies = Copies(plan, slots, cap_bytes, record, arrivals_for(slots, plan.tensors))
-        by_slot = self._tensors.for_call(copies)
+        if self._tensors is not None:
+            copies.by_slot = self._tensors.for_call(copies)
+        elif record:
+            copies.send(self._as_torch)
+        else:
+            copies.send_leaves()
         if record and plan.cycles is not None and not plan.cycles.are_held_by_graph:
             plan.cycles = None  # nothing tells how long the graph needs the replicas
+        graphs = self.graphs
         # A thread of a backward waits for its call meanwhile, and a capture's own backward would need that thread.
-        has_no_graphs = self.graphs is not None and _torch.is_in_backward()
-        if self._stamp is None or not self._tensors.stay or has_no_graphs:
-            if self.graphs is not None:
-                self.graphs.prepare(plan, slots)
-            copies.by_slot = by_slot
+        has_no_graphs = graphs is not None and _torch.is_in_backward()
+        if self._tensors is None or self._stamp is None or has_no_graphs:
+            if graphs is not None:
+                graphs.prepare(plan, slots)
             return copies.build_replicas()
-        replicas = self._tensors.replicas
-        if replicas is None or not replicas.serves(copies):
-            graphs = self.graphs if self.graphs is not None and self.graphs.prepare(plan, slots) else None
-            replicas = self._tensors.replicas = KeptModules(copies, by_slot, graphs)
-        return replicas.lease(copies, by_slot)
-
-
-def _check_placement(plan: ModulePlan, root: torch.device) -> None:
-    for i, tensor in enumerate(plan.tensors):
-        if tensor.device != root:
-            kind = "parameter" if i in plan.parameters else "buffer"
-            raise placement_error(f"{kind} {names_of(plan)[i]!r}", tensor, root)
+        kept = self._tensors.replicas
+        if kept is None or not kept.serves(copies):
+            is_captured = graphs is not None and graphs.prepare(plan, slots)
+            kept = self._tensors.replicas = KeptModules(copies, graphs if is_captured else None)
+        return kept.lease(copies)
 
 
 class _FrozenSet(_LeasedInTurn):
@@ -342,5 +315,6 @@ def _start_afresh_after_fork() -> None:
     """
     for kept in _all:
         kept.lock = threading.RLock()
-        kept._tensors.start_afresh_after_fork()
+        if kept._tensors is not None:
+            kept._tensors.start_afresh_after_fork()
         kept._is_from_before_fork = True

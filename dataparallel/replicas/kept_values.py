@@ -140,9 +140,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 def _flat_buffer_of(tensor: Tensor) -> Tensor:
     """Returns a flat view of the tensor's whole storage. The view has its own version counter."""
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return flat.set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
+    return tensor.data.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
 
 
 def _consists_of(flat: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> bool:

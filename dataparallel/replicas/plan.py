@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from copyreg import _slotnames  # type: ignore[attr-defined]
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -78,14 +80,14 @@ class TwinInfo:
     allowed: type | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class ModuleEntry:
     """One module: positions of its tensors and children in the plan, and names of attributes that refer to the tree.
 
     A name that is registered with ``None`` has the position `NONE_POSITION`, which is -1. See `ModulePlan.table` for
-    this and lower positions. ``attributes`` is a copy of the module's ``__dict__``, with the registries. ``methods``
-    are those of the ``references`` that have a `method_owner`. ``proxied`` names the children that are weak proxies of
-    a module.
+    this and lower positions. ``attributes`` is a copy of the module's ``__dict__``, with the registries. Of each of the
+    ``references`` it is noted if it has a `method_owner`. ``proxied`` names the children that are weak proxies of a
+    module.
     """
 
     module: nn.Module
@@ -95,15 +97,13 @@ class ModuleEntry:
     parameters: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, int] = field(default_factory=dict)
     children: dict[str, int] = field(default_factory=dict)
-    references: list[str] = field(default_factory=list)
-    methods: list[str] = field(default_factory=list)
+    references: dict[str, bool] = field(default_factory=dict)
     proxied: list[str] = field(default_factory=list)
     slots: tuple[str, ...] = ()
     has_hooks: bool = field(init=False)
     has_own_rule: bool = False
     is_script: bool = field(init=False)
     compiled: Compiled | None = None
-    _copied: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.cls = type(self.module)
@@ -119,14 +119,11 @@ class ModuleEntry:
         """
         return method_owner(value) if callable(getattr(original_class(self.cls), key, None)) else None
 
-    @property
+    @cached_property
     def copied(self) -> dict[str, Any]:
         """The attributes that each replica starts with. The plan has to be complete."""
-        if self._copied is None:
-            left_out = {TWIN_INFO, *self.left_out}
-            self._copied = {key: value for key, value in self.attributes.items() if key not in left_out}
-            self._copied["_is_replica"] = True
-        return self._copied
+        left_out = {TWIN_INFO, *self.left_out}
+        return {**{key: each for key, each in self.attributes.items() if key not in left_out}, "_is_replica": True}
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -249,14 +246,9 @@ class ModulePlan:
             entry.slots, entry.has_own_rule = rules[cls]
             if entry.has_own_rule or entry.is_script:
                 self.read_directly.update(entry.parameters.values())
-            # Most attributes are atomic or empty tables.
-            candidates = [
-                (key, value)
-                for key, value in entry.attributes.items()
-                if type(value) not in ATOMIC and (type(value) not in TABLES or value)
-            ]
-            for key, value in candidates:
-                if key in REGISTRIES or key in entry.left_out:  # the entry has their positions already
+            not_looked_at = {*REGISTRIES, *entry.left_out}  # the entry has their positions already
+            for key, value in entry.attributes.items():
+                if type(value) in ATOMIC or (type(value) in TABLES and not value) or key in not_looked_at:
                     continue
                 owner = entry.method_owner(key, value)
                 items = reached(value) if owner is None else reached_by_method(owner)
@@ -268,8 +260,7 @@ class ModulePlan:
                     )
                 ids = {id(item) for item in items}
                 if key not in kept and not ids.isdisjoint(tree_ids):
-                    entry.references.append(key)
-                    entry.methods += [key] * (owner is not None)
+                    entry.references[key] = owner is not None
                     self.has_references = True
                     self.read_directly.update(tensors[tensor_id] for tensor_id in ids & tensors.keys())
                     # Tensors refer to nothing. An attribute that refers to a module may close a cycle.
@@ -299,14 +290,7 @@ def names_of(plan: ModulePlan) -> dict[int, str]:
 
 def instance_slots(cls: type) -> tuple[str, ...]:
     """Returns the names of attributes that instances keep in ``__slots__`` instead of their ``__dict__``."""
-    names = []
-    for base in cls.__mro__:
-        declared = vars(base).get("__slots__", ())
-        for name in (declared,) if isinstance(declared, str) else declared:
-            if name not in ("__dict__", "__weakref__"):
-                private = name.startswith("__") and not name.endswith("__")
-                names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
-    return tuple(names)
+    return tuple(_slotnames(cls))  # as `copy` and `pickle` find them
 
 
 def original_class(cls: type) -> type[Any]:
@@ -357,33 +341,33 @@ def check_placement(
     # Not by `named_modules`, which takes three times as long: this runs at each call.
     seen, modules = {*map(id, ignored_modules)}, [module]
     for submodule in modules:
-        if id(submodule) in seen:
-            continue
-        seen.add(id(submodule))
-        for registry in (submodule._parameters, submodule._buffers):
-            for tensor in registry.values():
-                if tensor is not None and tensor.device != root and id(tensor) not in ignored_parameters:
-                    raise placement_error(_name_of(tensor, module), tensor, root)
-        modules += (child for child in submodule._modules.values() if child is not None)
+        if id(submodule) not in seen:
+            seen.add(id(submodule))
+            tensors = (*submodule._parameters.values(), *submodule._buffers.values())
+            check_tensors(
+                (each for each in tensors if each is not None and id(each) not in ignored_parameters), root, module
+            )
+            modules += (child for child in submodule._modules.values() if child is not None)
 
 
-def _name_of(tensor: Tensor, module: nn.Module) -> str:
+def check_tensors(tensors: Iterable[Tensor], root: torch.device, module: nn.Module) -> None:
+    """Checks some of the tensors of ``module``."""
+    elsewhere = next((tensor for tensor in tensors if tensor.device != root), None)
+    if elsewhere is None:
+        return
     named = ("parameter", module.named_parameters()), ("buffer", module.named_buffers())
-    return next(f"{kind} {name!r}" for kind, tensors in named for name, each in tensors if each is tensor)
-
-
-def placement_error(tensor_name: str, tensor: Tensor, root: torch.device) -> RuntimeError:
+    name = next(f"{kind} {name!r}" for kind, each in named for name, tensor in each if tensor is elsewhere)
     # People search for torch.nn.DataParallel's message, so this one begins in the same words.
     first_sentence = (
         f"module must have its parameters and buffers on device {root} (device_ids[0]) but found one of them "
-        f"on device: {tensor.device}. "
+        f"on device: {elsewhere.device}. "
     )
-    if tensor.device.type == "meta":
-        return RuntimeError(
-            f"{first_sentence}It is {tensor_name}, which has no values there; materialise it first: call "
+    if elsewhere.device.type == "meta":
+        raise RuntimeError(
+            f"{first_sentence}It is {name}, which has no values there; materialise it first: call "
             f"module.to_empty(device={str(root)!r}), then load a state dict or initialise all parameters and buffers"
         )
-    return RuntimeError(f"{first_sentence}It is {tensor_name}; call module.to({str(root)!r}) before the forward")
+    raise RuntimeError(f"{first_sentence}It is {name}; call module.to({str(root)!r}) before the forward")
 
 
 # ---- code with devices as constants ----------------------------------------------------------------------------------
@@ -397,24 +381,21 @@ def refuse_constants(plan: ModulePlan, slots: Sequence[torch.device]) -> None:
     """Tracing and exporting bake the device of the example inputs, and tensors on it, into the code."""
     inside: set[int] = set()  # ids of modules whose code has been checked as part of their parent's
     for entry in plan.entries:
-        if id(entry.module) in inside:
+        key: Any = entry.module if entry.is_script else entry.cls.forward
+        if id(entry.module) in inside or not (entry.is_script or isinstance(entry.module, torch.fx.GraphModule)):
             continue
-        key: Any
         if entry.is_script:
             inside.update(map(id, entry.module.modules()))
-            key, find, what, how = entry.module, _constants_of_script, "ScriptModule", "frozen"
-        elif isinstance(entry.module, torch.fx.GraphModule):
-            key, find, what, how = entry.cls.forward, _constants_of_graph, "graph", "exported"
-        else:
-            continue
         if key not in _constants:
-            _constants[key] = dict(reversed([*find(entry.module)]))
+            found = _constants_of_script(entry.module) if entry.is_script else _constants_of_graph(entry.module)
+            _constants[key] = dict(reversed([*found]))
         for device, constant in _constants[key].items():
             other = next((slot for slot in slots if slot != device), None)
             if other is not None and device != CPU:
+                what = "ScriptModule" if entry.is_script else "graph"
                 raise RuntimeError(
-                    f"cannot replicate the {what} {entry.name or 'at the root'!r} to {other}: {constant} on "
-                    f"{device} is a constant of its code, because it was traced or {how} there. Wrap the module of "
+                    f"cannot replicate the {what} {entry.name or 'at the root'!r} to {other}: {constant} on {device} "
+                    "is a constant of its code, because it was traced, frozen or exported there. Wrap the module of "
                     f"which the {what} was made, or make the tensor a buffer of that module before"
                 )
 

@@ -45,29 +45,22 @@ def rebind(modules: Iterable[nn.Module]) -> None:
     Examples are lists of weights (torch's RNNs have one), partials, and closures of hooks. They would keep the memory
     of the old parameters, and compute with their values. Variables outside of the modules keep the old ones.
     """
-    table: dict[int, Tensor] = {}
-    places = []
-    for module in modules:
-        for key, value in vars(module).items():
-            if key in REGISTRIES or type(value) in ATOMIC:
-                continue
-            replaced = [
-                (id(item), new)
-                for item in reached(value)
-                if issubclass(type(item), Tensor) and (new := replacement_of(item)) is not None
-            ]
-            if replaced:
-                table.update(replaced)
-                places.append((vars(module), key))
-    rebinding = Rebinding(table)
-    for attributes, key in places:
+    attributes = [
+        (vars(module), key, value)
+        for module in modules
+        for key, value in vars(module).items()
+        if key not in REGISTRIES and type(value) not in ATOMIC
+    ]
+    items = (item for _, _, value in attributes for item in reached(value) if issubclass(type(item), Tensor))
+    rebinding = Rebinding({id(item): new for item in items if (new := _replacement_of(item)) is not None})
+    for own, key, value in attributes:
         if key in HOOK_TABLES:  # the table stays: the handles of hooks refer to it
-            attributes[key].update({number: rebinding.rebound(hook) for number, hook in attributes[key].items()})
+            value.update({number: rebinding.rebound(hook) for number, hook in value.items()})
         else:
-            attributes[key] = rebinding.rebound(attributes[key])
+            own[key] = rebinding.rebound(value)
 
 
-def replacement_of(parameter: Tensor) -> Tensor | None:
+def _replacement_of(parameter: Tensor) -> Tensor | None:
     """The parameter that has replaced this one. ``None``: it was not replaced, or the new one is gone."""
     found = _replaced.get(parameter) if _replaced else None
     new: Tensor | None = None if found is None else found[2]()

@@ -158,6 +158,13 @@ class Copies:
             return None
         return lambda late: self.late.append(late._replace(indices=[positions[k] for k in late.indices]))
 
+    # Tensors made in inference mode could not be used outside of it, as replicas inside ``frozen`` may be.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def send_leaves(self) -> None:
+        self.send()
+        self.make_leaves()
+
     def make_leaves(self) -> None:
         tensors = self.plan.tensors
         needed = [i for i in self.plan.parameters if tensors[i].requires_grad and not tensors[i].is_inference()]

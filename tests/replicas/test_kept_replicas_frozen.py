@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from clocked import check_clocks
 from dataparallel import DataParallel
-from dataparallel.replicas import kept_replicas
+from dataparallel.replicas.kept_replicas import MOST_FROZEN
+from dataparallel.replicas.replicate import Copies
 
 
 @pytest.fixture
@@ -30,13 +31,13 @@ def x(root) -> Tensor:
 def made(monkeypatch) -> list[int]:
     """The number of slots of each set of copies that is made."""
     found: list[int] = []
-    original = kept_replicas.send_constant
+    original = Copies.send_leaves
 
-    def send_constant(copies):
+    def send_leaves(copies):
         found.append(len(copies.slots))
         original(copies)
 
-    monkeypatch.setattr(kept_replicas, "send_constant", send_constant)
+    monkeypatch.setattr(Copies, "send_leaves", send_leaves)
     return found
 
 
@@ -110,7 +111,7 @@ def test_a_failed_call_inside(net, wrapped, call, x) -> None:
 
 
 def test_calls_that_run_at_a_time_have_replicas_of_their_own(slots, root, without_graph) -> None:
-    threads = kept_replicas.MOST_FROZEN + 2
+    threads = MOST_FROZEN + 2
     meet = threading.Barrier(threads, timeout=60)
     seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -149,7 +150,7 @@ def test_calls_that_run_at_a_time_have_replicas_of_their_own(slots, root, withou
         for thread in pool:
             thread.join()
         gc.collect()
-        assert len(seen) == kept_replicas.MOST_FROZEN * len(slots)
+        assert len(seen) == MOST_FROZEN * len(slots)
     assert failed == []
     gc.collect()
     assert not seen

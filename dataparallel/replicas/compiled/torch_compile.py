@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,11 +27,6 @@ OWN_OF_COMPILED = (
 """Attributes of a module that ``torch.compile`` has made, which lead to the code or methods of the original."""
 
 
-def say_that_it_is_disabled(call: Any) -> None:
-    """Marks what a module calls, so that the compiler does not look into the module."""
-    call._torchdynamo_disable = True
-
-
 def compiler_context(compiled: Any) -> Any:
     """Its backend and options. ``None`` if that torch keeps no context with it, or keeps it elsewhere."""
     context_class = _torch.of_compiler("context")
@@ -45,7 +40,7 @@ def compiler_context(compiled: Any) -> Any:
 
 
 def copy_of_context(context: Any) -> Any:
-    own = object.__new__(type(context))
+    own = object.__new__(type(context))  # not by `copy.copy`: contexts have a `__reduce__` that leaves settings out
     vars(own).update(vars(context))
     return own
 
@@ -66,6 +61,10 @@ def without_cuda_graphs(context: Any) -> Any:
     if limits:  # torch 2.11 has none
         settings["recompile_limit"] = limits.pop()
     return compiler_context(torch.compile(options=options, **settings)(is_disabled))
+
+
+DISABLED = "_torchdynamo_disable"
+"""Attribute of what a module calls: the compiler does not look into the module."""
 
 
 def is_disabled(context: Any) -> bool:
@@ -169,13 +168,11 @@ def uses_cuda_graphs(context: Any) -> bool:
     own = getattr(backend, "config", None)
     if not isinstance(own, dict):  # Inductor's have one
         return False
-    config = _torch.of_compiler("inductor")
-    return bool(own.get("triton.cudagraphs", config.triton.cudagraphs))
+    return bool(own.get("triton.cudagraphs", _torch.of_compiler("inductor").triton.cudagraphs))
 
 
 def refuse_parameters_in_graphs() -> None:
-    config = _torch.of_compiler("inductor")
-    if config.freezing:
+    if _torch.of_compiler("inductor").freezing:
         raise RuntimeError(
             "replicas cannot be compiled with torch._inductor.config.freezing = True: graphs would hold the parameters "
             "of one replica. Set it to False"
@@ -190,9 +187,8 @@ def compiling_for(devices: int) -> Iterator[None]:
     of the engine. Frames that are entered between two graphs may have as many graphs on each device as on one.
     """
     config = _torch.of_compiler("config")
-    functorch_config = _torch.of_compiler("functorch")
     limits = {name: devices * getattr(config, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
-    with config.patch(**limits), functorch_config.patch(force_non_lazy_backward_lowering=True):
+    with config.patch(**limits), _torch.of_compiler("functorch").patch(force_non_lazy_backward_lowering=True):
         yield
 
 
@@ -200,16 +196,13 @@ def is_compiled_backward(node: Any) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
-@contextmanager
-def compiled_backwards_keep_graphs() -> Iterator[None]:
+def compiled_backwards_keep_graphs() -> AbstractContextManager[Any]:
     """Lets compiled code that may write to what its forward has saved run in a backward with ``retain_graph=True``.
 
     This is for captures, whose forward is launched anew before each backward. torch 2.12 and later keep the setting in
     a context variable, and hand the context over to the threads of the engine.
     """
     if not _torch.is_compiler_loaded():
-        yield
-        return
-    functorch_config = _torch.of_compiler("functorch")
-    with functorch_config.patch(donated_buffer=False):
-        yield
+        return nullcontext()
+    settings: AbstractContextManager[Any] = _torch.of_compiler("functorch").patch(donated_buffer=False)
+    return settings

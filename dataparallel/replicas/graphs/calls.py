@@ -135,15 +135,11 @@ class GraphedReplicas:
         Graphs of an earlier replica of a slot are launched for this one if it has the same tensors.
         """
         self.serve(copies)
-        for slot, (replica, tensors) in enumerate(zip(replicas, copies, strict=True)):
-            graphed = self._own[slot]
-            if any(tensor.device != graphed.device for tensor in tensors):
-                graphed.say("it has tensors on several devices")
-                continue
+        for slot, replica in enumerate(replicas):
             try:
-                vars(replica)[CALL] = _GraphedCall(replica, graphed)
+                vars(replica)[CALL] = _GraphedCall(replica, self._own[slot])
             except CannotBeCaptured as error:
-                graphed.say(str(error))
+                self._own[slot].say(str(error))
 
 
 def _why_none(plan: ModulePlan) -> str | None:
@@ -183,20 +179,19 @@ class _GraphedCall:
         return self._graphed.call(self, module, args, kwargs)
 
 
-def _late_of(root: nn.Module) -> list[tuple[int, Late]]:
-    """What graphs wait for: a graph looks no parameters up.
-
-    These are registries whose lookups wait for parameters that are on their way, and units below the root, which are
-    gathered. Each has the number of a module whose parameters it is for.
-    """
+def _late_of(root: nn.Module) -> list[Late]:
+    """Lookups in registries of a replica wait for parameters that are on their way, and units below it are gathered."""
     registries = [vars(child)["_parameters"] for child in root.modules()]
-    found: list[tuple[int, Late]] = [
-        (number, registry) for number, registry in enumerate(registries) if isinstance(registry, ParameterRegistry)
+    found = [
+        Late(number, registry.wait_for_all)
+        for number, registry in enumerate(registries)
+        if isinstance(registry, ParameterRegistry)
     ]
     numbers = {id(registry): number for number, registry in enumerate(registries)}
     unit_module = vars(root).get(UNIT_MODULE)
     for below in () if unit_module is None else unit_module.lower_unit_modules:
-        found += [(numbers[id(registry)], below) for registry, _, _ in below.entries if id(registry) in numbers]
+        own = (numbers.get(id(registry)) for registry, _, _ in below.entries)
+        found += [Late(number, below.wait_for_all) for number in own if number is not None]
     return found
 
 
@@ -296,34 +291,35 @@ class GraphedReplica:
         return found
 
     def _captured(
-        self, kind: _CallKind, module: nn.Module, arguments: Structure, late: Sequence[tuple[int, Late]]
+        self, kind: _CallKind, module: nn.Module, arguments: Structure, late: Sequence[Late]
     ) -> Captured | None:
         """The capture to launch, which is made if it is time; ``None`` if the call runs as it is."""
         if kind.captured is not None and not kind.captured.still_fits():
-            self._use_failed(kind, kind.captured.launches < MOST_TRIES, "its parameters are elsewhere in each call")
+            if kind.captured.launches < MOST_TRIES:
+                self._count_try(kind, "its parameters are elsewhere in each call")
             kind.captured = None
         if kind.captured is None:
             is_warm = kind.calls >= WARM_UP and threading.current_thread() in kind.threads
             if kind.is_refused or not is_warm or not self._has_room(kind):
                 return None
-            for _, each in late:  # the capture reads all parameters
-                each.wait_for_all()
+            for each in late:  # the capture reads all parameters
+                each.wait()
             try:
                 # Inside the lock: a capture that has begun waits for nobody who compiles.
                 kind.captured = compile_lock.run_inside(Captured, module, arguments, self.device, self._free)
             except CannotBeCaptured as error:
                 kind.is_refused = error.is_final
-                if not error.is_final:
-                    self._use_failed(kind, True, str(error))
-                    return None
-                raise
+                if error.is_final:
+                    raise
+                self._count_try(kind, str(error))
+                return None
         if kind.captured.is_waiting:
             return None
         compile_lock.run_inside(kind.captured.record_what_was_missed)
         return kind.captured
 
-    def _use_failed(self, kind: _CallKind, counts: bool, reason: str) -> None:
-        kind.tries += counts
+    def _count_try(self, kind: _CallKind, reason: str) -> None:
+        kind.tries += 1
         if kind.tries >= MOST_TRIES:
             kind.is_refused = True
             self.say(reason)
@@ -360,7 +356,7 @@ class GraphedReplica:
             if generators == host_generators():
                 kind.calls += 1
             else:
-                self._use_failed(kind, True, "its forward draws random numbers on the host")
+                self._count_try(kind, "its forward draws random numbers on the host")
         except CannotBeCaptured as error:
             kind.is_refused = True
             self.say(str(error))

@@ -13,10 +13,10 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,7 @@ from dataparallel.comm.streams.current import (
 )
 from dataparallel.replicas.build import collector_paused
 from dataparallel.replicas.compiled import torch_compile
-from dataparallel.replicas.compiled.calls import call_inside
-from dataparallel.replicas.compiled.functions import none_compiled
+from dataparallel.replicas.compiled.calls import call_inside, none_compiled
 from dataparallel.replicas.graphs.kinds import CannotBeCaptured, Structure
 from dataparallel.replicas.graphs.pieces import BackwardPiece, CapturedPieces
 from dataparallel.replicas.plan import UNIT_MODULE
@@ -46,11 +45,14 @@ _OTHER_SEED = 2**62 - 57
 """Added to the seed during a capture: torch then refuses a forward that sets it, which draws the same in each call."""
 
 
-class Late(Protocol):
-    """Parameters that may come late."""
+class Late(NamedTuple):
+    """Parameters of module ``number`` of a replica that may come late. The current stream waits for them.
 
-    def wait_for_all(self) -> None:
-        """Makes the current stream wait for them."""
+    A graph looks no parameters up, so the host waits before it launches the one that uses the module first.
+    """
+
+    number: int
+    wait: Callable[[], None]
 
 
 class Pool:
@@ -199,7 +201,7 @@ class Captured:
         self._pool = free.pop() if free else Pool(device)
         self._records = torch.is_grad_enabled()
         self._parameters, self._buffers = [*module.parameters()], [*module.buffers()]
-        self._where = self._places_now()
+        self._where = self._memory_now()
         self._forward: list[Any] = []
         self._stages: list[_Stage] = []
         self._waiting: weakref.ref[_Waiting] | None = None
@@ -337,9 +339,9 @@ class Captured:
 
     # ---- launches ----------------------------------------------------------------------------------------------------
 
-    def _places_now(self) -> list[Any]:
-        needs_grad = [parameter.requires_grad for parameter in self._parameters]
-        return [*map(Tensor.data_ptr, self._parameters), *map(Tensor.data_ptr, self._buffers), *needs_grad]
+    def _memory_now(self) -> list[Any]:
+        tensors = [*self._parameters, *self._buffers]
+        return [*map(Tensor.data_ptr, tensors), *(tensor.requires_grad for tensor in tensors)]
 
     def parameters_now(self) -> list[int]:
         """Versions and addresses of the parameters."""
@@ -347,7 +349,7 @@ class Captured:
 
     def still_fits(self) -> bool:
         """True if parameters and buffers are where they were."""
-        return self._places_now() == self._where
+        return self._memory_now() == self._where
 
     @property
     def is_waiting(self) -> bool:
@@ -363,22 +365,19 @@ class Captured:
                 with suppress(CannotBeCaptured), self._capturing():
                     self._record(stage, pattern)
 
-    def launch(self, leaves: Sequence[Any], late: Sequence[tuple[int, Late]]) -> Any:
-        """Returns the module's output for these arguments.
-
-        ``late``: what the graphs wait for, each with the number of the module whose parameters it is for.
-        """
+    def launch(self, leaves: Sequence[Any], late: Sequence[Late]) -> Any:
+        """Returns the module's output for these arguments."""
         self.launches += 1
         self._pool.order(_torch.current_stream_at(self._device.index))
         with torch.no_grad():
             for number, _, data in self._places:  # the data has a version of its own
                 data.copy_(leaves[number])
             waits: dict[int, list[Late]] = {}
-            for number, each in late:
-                waits.setdefault(self._first_graph.get(number, 0), []).append(each)
+            for each in late:
+                waits.setdefault(self._first_graph.get(each.number, 0), []).append(each)
             for number, graph in enumerate(self._forward):
                 for each in waits.get(number, ()):
-                    each.wait_for_all()
+                    each.wait()
                 graph.replay()
             outputs = [] if self._stages else [output.detach().clone() for output in self.outputs]
         if self._stages:
