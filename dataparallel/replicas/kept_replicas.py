@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel.comm.streams.arrivals import ExpectedArrivals, arrivals_for
+from dataparallel.comm.streams.arrivals import arrivals_for
 from dataparallel.comm.streams.current import current_streams
 from dataparallel.forks import in_forked_child
-from dataparallel.replicas.build import build_replica, collector_paused
+from dataparallel.replicas.build import collector_paused
 from dataparallel.replicas.compiled.calls import CompileArgument
 from dataparallel.replicas.graphs.calls import GraphedReplicas
 from dataparallel.replicas.plan import ModulePlan, check_tensors, refuse_constants
@@ -93,16 +93,14 @@ class KeptModules(_LeasedInTurn):
     """
 
     def __init__(self, copies: Copies, graphs: GraphedReplicas | None) -> None:
-        plan, by_slot = copies.plan, copies.by_slot
-        self._plan, self._graphs = plan, graphs
-        self._expected = [None if copies.arrivals is None else ExpectedArrivals() for _ in by_slot]
-        pairs = zip(by_slot, self._expected, strict=True)
-        super().__init__([build_replica(plan, tensors, True, expected) for tensors, expected in pairs])
+        super().__init__(copies.build_replicas())
+        self._plan, self._graphs, self._expected = copies.plan, graphs, copies.expected
         if graphs is not None:
-            graphs.attach_all(self._replicas, by_slot)
-        trees = [[replica.get_submodule(entry.name) for entry in plan.entries] for replica in self._replicas]
+            graphs.attach_all(self._replicas, copies)
+        entries = copies.plan.entries
+        trees = [[replica.get_submodule(entry.name) for entry in entries] for replica in self._replicas]
         self._stamps = [Stamp(modules, ["_modules"]) for modules in trees]
-        positions = [each for entry in plan.entries for each in (entry.parameters, entry.buffers)]
+        positions = [each for entry in entries for each in (entry.parameters, entry.buffers)]
         tables = [[vars(each)[name] for each in tree for name in ("_parameters", "_buffers")] for tree in trees]
         self._registries = [[*zip(of_tree, positions, strict=True)] for of_tree in tables]
 
@@ -119,8 +117,8 @@ class KeptModules(_LeasedInTurn):
     def lease(self, copies: Copies) -> Lease:
         if self._graphs is not None:
             self._graphs.serve(copies.by_slot)
+        copies.expect(self._expected)
         for slot, tensors in enumerate(copies.by_slot):
-            copies.expect(self._expected[slot], slot)
             table = self._plan.table(tensors)
             for registry, positions in self._registries[slot]:
                 if registry.keys() != positions.keys():
@@ -237,8 +235,8 @@ class KeptReplicas:
         copies.send_leaves()
         replicas = copies.build_replicas()
         graphs = None if self.graphs is None else self.graphs.another()
-        if graphs is not None and graphs.prepare(plan, slots):
-            graphs.attach_all(replicas, copies.by_slot)
+        if graphs is not None:
+            graphs.attach_all(replicas, copies)
         new_set = _FrozenSet(network, copies, replicas, graphs)
         # A set for fewer slots was made for a smaller batch, whose calls the new set serves too.
         sets = self._frozen_sets
@@ -275,8 +273,7 @@ class KeptReplicas:
             return copies.build_replicas()
         kept = self._tensors.replicas
         if kept is None or not kept.serves(copies):
-            is_captured = graphs is not None and graphs.prepare(plan, slots)
-            kept = self._tensors.replicas = KeptModules(copies, graphs if is_captured else None)
+            kept = self._tensors.replicas = KeptModules(copies, graphs)
         return kept.lease(copies)
 
 

@@ -55,11 +55,8 @@ class CurrentValues:
 
         ``own``: each slot has its own copies. Otherwise slots on one device share them.
         """
-        first_slots: dict[Any, int] = {}  # one for each copy that has its own memory
-        for slot, device in enumerate(self._slots if indices else ()):
-            if slot > 0 and (own or device != self._tensors[indices[0]].device):
-                first_slots.setdefault(slot if own else device, slot)
-        slots = [*first_slots.values()]
+        # Those whose copies have memory of their own. The first slot has the source's.
+        slots = [slot for slot, device in enumerate(self._slots) if slot and (own or self._slots.index(device) == slot)]
         if not slots:
             return
         buckets, singles = plan_buckets([self._tensors[i] for i in indices], cap_bytes)

@@ -39,7 +39,8 @@ from dataparallel.replicas.references import (
 TABLES = frozenset({dict, OrderedDict, list, tuple, set})
 """Types of containers that refer to nothing while they are empty."""
 
-_RULE_OF_GRAPHS = torch.fx.GraphModule._replicate_for_data_parallel
+# The method of graphs is not called: it would generate the code and a class for each copy.
+_USUAL_RULES = (nn.Module._replicate_for_data_parallel, torch.fx.GraphModule._replicate_for_data_parallel)
 
 NONE_POSITION = -1
 """The position of a name that is registered with the value ``None``."""
@@ -99,9 +100,9 @@ class ModuleEntry:
     children: dict[str, int] = field(default_factory=dict)
     references: dict[str, bool] = field(default_factory=dict)
     proxied: list[str] = field(default_factory=list)
-    slots: tuple[str, ...] = ()
+    slots: tuple[str, ...] = field(init=False)
     has_hooks: bool = field(init=False)
-    has_own_rule: bool = False
+    has_own_rule: bool = field(init=False)
     is_script: bool = field(init=False)
     compiled: Compiled | None = None
 
@@ -109,7 +110,8 @@ class ModuleEntry:
         self.cls = type(self.module)
         self.attributes = vars(self.module).copy()
         self.attributes.pop(CYCLES, None)  # the module is a replica itself
-        self.has_hooks = any(map(self.attributes.get, HOOK_TABLES))
+        self.slots, self.has_hooks = instance_slots(self.cls), any(map(self.attributes.get, HOOK_TABLES))
+        self.has_own_rule = original_class(self.cls)._replicate_for_data_parallel not in _USUAL_RULES
         self.is_script = isinstance(self.module, torch.jit.ScriptModule)
 
     def method_owner(self, key: str, value: Any) -> Any:
@@ -235,15 +237,7 @@ class ModulePlan:
 
     def _find_references(self, modules: Set[int], tensors: Mapping[int, int], kept: Sequence[str]) -> None:
         tree_ids = modules | tensors.keys()
-        rules: dict[type, tuple[tuple[str, ...], bool]] = {}
         for entry in self.entries:
-            cls = entry.cls
-            if cls not in rules:
-                rule = original_class(cls)._replicate_for_data_parallel
-                # The method of graphs is not called: it would generate the code and a class for each copy.
-                has_own_rule = rule not in (nn.Module._replicate_for_data_parallel, _RULE_OF_GRAPHS)
-                rules[cls] = instance_slots(cls), has_own_rule
-            entry.slots, entry.has_own_rule = rules[cls]
             if entry.has_own_rule or entry.is_script:
                 self.read_directly.update(entry.parameters.values())
             not_looked_at = {*REGISTRIES, *entry.left_out}  # the entry has their positions already

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import sys
 import types
 import weakref
 from collections import OrderedDict, UserDict, deque
@@ -241,13 +240,10 @@ class Rebinding:
         new: types.FunctionType = self._made(
             item, types.FunctionType(item.__code__, item.__globals__, item.__name__, None, closure)
         )
+        functools.update_wrapper(new, item)
+        del vars(new)["__wrapped__"]  # which `update_wrapper` has set
         new.__defaults__ = item.__defaults__ and self.rebound(item.__defaults__)
         new.__kwdefaults__ = item.__kwdefaults__ and self.rebound(item.__kwdefaults__)
-        new.__qualname__ = item.__qualname__
-        if sys.version_info >= (3, 14):
-            new.__annotate__ = item.__annotate__
-        else:
-            new.__annotations__ = item.__annotations__
         vars(new).update({key: self.rebound(value) for key, value in vars(item).items()})
         for cell, content in _filled(item):
             if id(cell) in cells:

@@ -95,6 +95,7 @@ class Copies:
         by_slot: for each slot a list of tensors. At first they are the source's.
         record: a graph is recorded: tensors that require gradients are outputs of a broadcast.
         arrivals: parameters may still be on their way when they are used; ``None`` if they may not.
+        expected: for each replica that was built here, what it waits for; ``None`` if nothing is late.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Copies:
         self.record, self.arrivals = record, arrivals
         self.by_slot: list[list[Tensor]] = [list(plan.tensors) for _ in slots]
         self.late: list[FlatBroadcast] = []
+        self.expected: list[ExpectedArrivals | None] = []
 
     def send(self, as_torch: bool = False) -> None:
         """Makes all copies. ``as_torch``: a parameter that no replica used gets zeros, if others get a gradient."""
@@ -173,16 +175,16 @@ class Copies:
                 Tensor.requires_grad_(on_slot[i])
 
     def build_replicas(self) -> list[Any]:
-        replicas = []
-        for slot, tensors in enumerate(self.by_slot):
-            expected = None if self.arrivals is None else ExpectedArrivals()
-            self.expect(expected, slot)
-            replicas.append(build_replica(self.plan, tensors, self.record, expected))
-        return replicas
+        self.expected = [None if self.arrivals is None else ExpectedArrivals() for _ in self.slots]
+        self.expect(self.expected)
+        pairs = zip(self.by_slot, self.expected, strict=True)
+        return [build_replica(self.plan, tensors, self.record, expected) for tensors, expected in pairs]
 
-    def expect(self, expected: ExpectedArrivals | None, slot: int) -> None:
-        if self.arrivals is not None and expected is not None:
-            self.arrivals.expect(expected, slot, len(self.plan.tensors) + len(self.plan.shared) + 1)
+    def expect(self, expected: Sequence[ExpectedArrivals | None]) -> None:
+        """Tells replicas of the plan, by their ``expected``, what is on its way to them in this call."""
+        for slot, each in zip(range(len(self.slots)), expected, strict=False):
+            if self.arrivals is not None and each is not None:
+                self.arrivals.expect(each, slot, len(self.plan.tensors) + len(self.plan.shared) + 1)
 
     def _send_in_buckets(self, recorded: Sequence[int], held: object, as_torch: bool) -> None:
         """Makes copies of the tensors at the positions ``recorded``, as outputs of one autograd node per bucket.

@@ -41,10 +41,9 @@ NAMES = ("backend", "mode", "dynamic", "fullgraph", "options")
 
 
 class CompiledCall:
-    """Calls a module by a compiled function.
+    """Calls a module by a compiled function. It refers to the module weakly, because the module holds it.
 
-    It refers to the module weakly, because the module holds it: a cycle would keep replicas alive. When the compiler
-    traces a module around this one, it does not call this object, but looks into the module.
+    When the compiler traces a module around this one, it does not call this object, but looks into the module.
 
     ``functions`` is ``None`` if the module runs as it is. ``seen`` returns what the compiler sees in place of the
     module. ``device`` is that of all tensors of the replica, ``None`` if it has none.
@@ -97,8 +96,7 @@ class Compiled(NamedTuple):
 def compiled_here(module: nn.Module, others: Iterable[Compiled | None] = ()) -> Compiled | None:
     """How ``module`` is compiled: by ``module.compile()``, or because it is what ``torch.compile(...)`` has returned.
 
-    ``None`` if it is not. ``others``: how other modules of its tree are, whose functions it may share. Raises
-    ``LookupError`` if replicas could not be compiled in the same way.
+    ``None`` if it is not. ``others``, and what is raised: see `_functions`.
     """
     if not _torch.is_compiler_loaded():
         return None
@@ -229,9 +227,8 @@ _ADDED_SECONDS = 0.05
 class CompiledFunctions:
     """The functions of modules that are alike and were compiled alike, one for each device.
 
-    Modules of one tree that have the same structure and were compiled alike share them, as the blocks of a model do
-    that are compiled one by one. So do the replicas of all wrappers of a module. They live as long as the source or a
-    replica that calls them.
+    Blocks of a model that are compiled one by one share them. So do the replicas of all wrappers of a module. They live
+    as long as the source or a replica that calls them.
 
     ``key``: the structure of these modules, and `by_call` or `by_call_impl`. ``on``: the function of each device.
     """
@@ -243,7 +240,6 @@ class CompiledFunctions:
         self.on: dict[torch.device | None, _CompiledFunction] = {}
 
     def call(self, device: torch.device | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the module, all of whose tensors are on ``device``, by the compiled function of this device."""
         function = self.on.get(device) or self._make(device)
         return compile_lock.run_inside(function.call, module, args, kwargs)
 

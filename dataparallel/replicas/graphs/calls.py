@@ -33,6 +33,7 @@ from dataparallel.replicas.graphs.kinds import (
     settings,
 )
 from dataparallel.replicas.plan import UNIT_MODULE, ModulePlan, names_of
+from dataparallel.replicas.replicate import Copies
 from dataparallel.replicas.stamp import Stamp
 from dataparallel.weak_members import WeakMembers
 
@@ -124,17 +125,19 @@ class GraphedReplicas:
             if why_none is not None:
                 graphed.say(why_none)
 
-    def serve(self, copies: Sequence[list[Tensor]]) -> None:
-        """Drops graphs of slots that have other tensors in the next call. ``copies``: see `attach_all`."""
-        for slot, tensors in enumerate(copies):
+    def serve(self, by_slot: Sequence[list[Tensor]]) -> None:
+        """Drops graphs of slots that have other tensors in the next call."""
+        for slot, tensors in enumerate(by_slot):
             self._own[slot].serve(tensors)
 
-    def attach_all(self, replicas: Sequence[nn.Module], copies: Sequence[list[Tensor]]) -> None:
-        """Makes new replicas of a plan that was prepared launch graphs. ``copies``: their parameters and buffers.
+    def attach_all(self, replicas: Sequence[nn.Module], copies: Copies) -> None:
+        """Makes new replicas launch graphs, if they can be captured. ``copies``: their parameters and buffers.
 
         Graphs of an earlier replica of a slot are launched for this one if it has the same tensors.
         """
-        self.serve(copies)
+        if not self.prepare(copies.plan, copies.slots):
+            return
+        self.serve(copies.by_slot)
         for slot, replica in enumerate(replicas):
             try:
                 vars(replica)[CALL] = _GraphedCall(replica, self._own[slot])
@@ -275,7 +278,7 @@ class GraphedReplica:
                 return captured.launch(arguments.leaves, made.late)
             if kind.is_refused or kind.captured is not None:
                 return call_inside(module, *args, **kwargs)
-            return self._warm_up(made, kind, module, args, kwargs)
+            return self._warm_up(made, kind, module, arguments, args, kwargs)
         finally:
             self._busy.release()
 
@@ -336,17 +339,17 @@ class GraphedReplica:
         return True
 
     def _warm_up(
-        self, made: _GraphedCall, kind: _CallKind, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, made: _GraphedCall, kind: _CallKind, module: Any, arguments: Structure, args: Any, kwargs: Any
     ) -> Any:
+        """Runs the call as it is, and refuses its kind if a graph would not do what the call does."""
         # Units register full parameters and sharded ones in turn.
         registries = ("_buffers", "_modules") if UNIT_MODULE in vars(module) else _torch.REGISTRIES
         state, reached = Stamp([*module.modules()], registries), made.reads.reached()
         generators = host_generators()
-        before = Structure(Arguments((args, kwargs)), "arguments", self.device)
         output = call_inside(module, *args, **kwargs)
         kind.threads.add(threading.current_thread())
         try:
-            before.check_unwritten(Arguments((args, kwargs)))
+            arguments.check_unwritten()
             if not state.holds():
                 raise CannotBeCaptured("its forward assigns to attributes")
             if reached != made.reads.reached():

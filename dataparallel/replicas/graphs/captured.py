@@ -15,7 +15,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from itertools import compress
+from operator import not_
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -36,7 +37,7 @@ from dataparallel.replicas.build import collector_paused
 from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.calls import call_inside, none_compiled
 from dataparallel.replicas.graphs.kinds import CannotBeCaptured, Structure
-from dataparallel.replicas.graphs.pieces import BackwardPiece, CapturedPieces
+from dataparallel.replicas.graphs.pieces import BackwardPiece, CapturedPieces, Recording
 from dataparallel.replicas.plan import UNIT_MODULE
 
 _one_at_a_time = threading.Lock()
@@ -142,37 +143,6 @@ class _LentGrads:
         return [None if grad is None else grad.detach() if lends else grad.clone() for grad in self._grads]
 
 
-class _Recording(NamedTuple):
-    """Graphs of a piece of the backward, for one pattern of incoming gradients, and the gradients that they leave."""
-
-    graphs: list[Any]
-    grads_below: list[Tensor | None]
-    grads: _FlatGrads | _LentGrads
-
-
-@dataclass(kw_only=True)
-class _Stage:
-    """A piece of the backward, and what its node takes and gives.
-
-    Attributes:
-        outputs: what the node gives: the outputs of the module, or the tensor at which the piece above begins.
-        have_grads: for each of them if the piece takes its gradient.
-        grad_outputs: where graphs read these gradients.
-        inputs, parameters: what the piece computes gradients of: arguments, by number among those with gradients.
-        recordings: by the pattern of gradients that come in. ``None``: that piece runs as it is.
-        missed: a pattern that came without a recording.
-    """
-
-    piece: BackwardPiece
-    outputs: Sequence[Tensor]
-    have_grads: Sequence[bool]
-    grad_outputs: Sequence[Tensor]
-    inputs: Sequence[int]
-    parameters: Sequence[Tensor]
-    recordings: dict[tuple[bool, ...], _Recording | None] = field(default_factory=dict)
-    missed: tuple[bool, ...] | None = None
-
-
 _MOST_PATTERNS = 4
 """How many patterns of incoming gradients a piece of the backward is captured for."""
 
@@ -203,7 +173,7 @@ class Captured:
         self._parameters, self._buffers = [*module.parameters()], [*module.buffers()]
         self._where = self._memory_now()
         self._forward: list[Any] = []
-        self._stages: list[_Stage] = []
+        self._pieces: list[BackwardPiece] = []
         self._waiting: weakref.ref[_Waiting] | None = None
         self._unit_module = vars(module).get(UNIT_MODULE)
         self.launches = 0
@@ -288,7 +258,7 @@ class Captured:
             before = Structure(Arguments((args, kwargs)), "arguments", self._device)
             versions = [*map(_torch.version_of, places.values())]
             output = call_inside(pieces.copy, *args, **kwargs)
-        before.check_unwritten(Arguments((args, kwargs)))
+        before.check_unwritten()
         if versions != [*map(_torch.version_of, places.values())]:
             raise CannotBeCaptured("it writes to its arguments")
         first = {id(leaf): number for number, leaf in reversed([*enumerate(arguments.leaves)])}
@@ -296,7 +266,6 @@ class Captured:
         self._output = Structure(output, "its output", self._device)
         tensors = {id(leaf): leaf for leaf in self._output.leaves if isinstance(leaf, Tensor)}
         self.outputs = [*tensors.values()]
-        self._number_of = {key: number for number, key in enumerate(tensors)}
 
     def _capture_backward(self, pieces: CapturedPieces) -> None:
         static = [place for _, place, _ in self._places if place.requires_grad]
@@ -304,37 +273,31 @@ class Captured:
         given, have_grads = self.outputs, [output.requires_grad for output in self.outputs]
         places = [torch.empty_like(output, requires_grad=False) for output in outputs]
         for piece in pieces.of_backward(outputs, static):
-            inputs = [i for i, place in enumerate(static) if any(place is leaf for leaf in piece.leaves)]
-            stage = _Stage(
-                piece=piece,
-                outputs=given,
-                have_grads=have_grads,
-                grad_outputs=places,
-                inputs=inputs,
-                parameters=[pieces.parameter_of[id(leaf)][0] for leaf in piece.leaves[len(inputs) :]],
-            )
-            left = self._record(stage, (True,) * len(places)).grads_below
-            self._stages.insert(0, stage)
+            piece.outputs, piece.have_grads, piece.grad_outputs = given, have_grads, places
+            piece.inputs = [i for i, place in enumerate(static) if any(place is leaf for leaf in piece.leaves)]
+            piece.parameters = [pieces.parameter_of[id(leaf)][0] for leaf in piece.leaves[len(piece.inputs) :]]
+            left = self._record(piece, (True,) * len(places)).grads_below
+            self._pieces.insert(0, piece)
             if piece.below is not None:
                 given, have_grads, places = [piece.below[1]], [True], [torch.empty_like(piece.below[1])]
                 if left[0] is not None and left[0].stride() == places[0].stride():
                     places = cast("list[Tensor]", left)  # the next piece reads the gradient where this one leaves it
 
-    def _record(self, stage: _Stage, pattern: tuple[bool, ...]) -> _Recording:
+    def _record(self, piece: BackwardPiece, pattern: tuple[bool, ...]) -> Recording:
         """Captures a piece of the backward for gradients that come in as ``pattern`` says."""
         graphs: list[Any] = []
         torch.clear_autocast_cache()  # a checkpoint would find what the forward has converted, which is freed later
-        places = [place for place, comes in zip(stage.grad_outputs, pattern, strict=True) if comes]
+        places = [*compress(piece.grad_outputs, pattern)]
         with self._pool.captures(graphs):
             with _NoDraws():
-                found = _gradients(stage.piece, places, pattern)
-            count = 0 if stage.piece.below is None else 1
+                found = _gradients(piece, places, pattern)
+            count = 0 if piece.below is None else 1
             grads, unit_module = found[count:], self._unit_module
             # What is captured later than the pieces below lies where these write: they run before the sums.
-            lends = unit_module is not None and not stage.recordings
+            lends = unit_module is not None and not piece.recordings
             taken_from = _LentGrads(grads, unit_module) if lends else _FlatGrads(grads)
-            recording = _Recording(graphs, found[:count], taken_from)
-        stage.recordings[pattern] = recording
+            recording = Recording(graphs, found[:count], taken_from)
+        piece.recordings[pattern] = recording
         return recording
 
     # ---- launches ----------------------------------------------------------------------------------------------------
@@ -358,12 +321,12 @@ class Captured:
 
     def record_what_was_missed(self) -> None:
         """Captures pieces of the backward for patterns of gradients that have come in since."""
-        for stage in self._stages:
-            pattern, stage.missed = stage.missed, None
-            if pattern is not None and pattern not in stage.recordings and len(stage.recordings) < _MOST_PATTERNS:
-                stage.recordings[pattern] = None
+        for piece in self._pieces:
+            pattern, piece.missed = piece.missed, None
+            if pattern is not None and pattern not in piece.recordings and len(piece.recordings) < _MOST_PATTERNS:
+                piece.recordings[pattern] = None
                 with suppress(CannotBeCaptured), self._capturing():
-                    self._record(stage, pattern)
+                    self._record(piece, pattern)
 
     def launch(self, leaves: Sequence[Any], late: Sequence[Late]) -> Any:
         """Returns the module's output for these arguments."""
@@ -379,32 +342,30 @@ class Captured:
                 for each in waits.get(number, ()):
                     each.wait()
                 graph.replay()
-            outputs = [] if self._stages else [output.detach().clone() for output in self.outputs]
-        if self._stages:
+            outputs = [] if self._pieces else [output.detach().clone() for output in self.outputs]
+        if self._pieces:
             wanted = [leaves[number] for number, place, _ in self._places if place.requires_grad]
             waiting = _Waiting()
             self._waiting = weakref.ref(waiting)
             with saved_instead(waiting):
-                for stage in self._stages:
-                    inputs = [wanted[i] for i in stage.inputs]
-                    outputs = [*LaunchNode.apply(self, stage, *outputs, *inputs, *stage.parameters)]
-        return self._output.with_leaves(
-            [outputs[self._number_of[id(x)]] if isinstance(x, Tensor) else x for x in self._output.leaves]
-        )
+                for piece in self._pieces:
+                    inputs = [wanted[i] for i in piece.inputs]
+                    outputs = [*LaunchNode.apply(self, piece, *outputs, *inputs, *piece.parameters)]
+        new = {id(output): copied for output, copied in zip(self.outputs, outputs, strict=True)}
+        return self._output.with_leaves([new.get(id(leaf), leaf) for leaf in self._output.leaves])
 
-    def launch_stage(self, stage: _Stage, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def launch_piece(self, piece: BackwardPiece, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Launches a piece of the backward. Returns the gradients of what its node has taken."""
         self._pool.order(_torch.current_stream_at(self._device.index))
         pattern = tuple(grad is not None for grad in grads)
         given = [grad for grad in grads if grad is not None]
         if not given:
-            return [None] * ((stage.piece.below is not None) + len(stage.piece.leaves))
-        recording = stage.recordings.get(pattern)
+            return [None] * ((piece.below is not None) + len(piece.leaves))
+        recording = piece.recordings.get(pattern)
         if recording is None:
-            stage.missed = pattern
-            return _gradients(stage.piece, given, pattern)
-        places = [place for place, comes in zip(stage.grad_outputs, pattern, strict=True) if comes]
-        for place, grad in zip(places, given, strict=True):
+            piece.missed = pattern
+            return _gradients(piece, given, pattern)
+        for place, grad in zip(compress(piece.grad_outputs, pattern), given, strict=True):
             if grad.data_ptr() != place.data_ptr() or grad.stride() != place.stride():
                 place.copy_(grad)
         for graph in recording.graphs:
@@ -415,7 +376,7 @@ class Captured:
 
 def _gradients(piece: BackwardPiece, grads: Sequence[Tensor], pattern: Sequence[bool]) -> list[Tensor | None]:
     """The gradients of what is below the piece and of its leaves. ``grads``: those that come in, by ``pattern``."""
-    begins = [edge for edge, comes in zip(piece.begins, pattern, strict=True) if comes]
+    begins = [*compress(piece.begins, pattern)]
     wanted: list[Any] = [*([] if piece.below is None else piece.below[:1]), *piece.leaves]
     with torch_compile.compiled_backwards_keep_graphs():
         # The graph is kept: what the forward has saved must keep its memory as long as the forward is launched.
@@ -444,17 +405,15 @@ class LaunchNode(Node):
     """
 
     @staticmethod
-    def forward(ctx: Any, captured: Captured, stage: _Stage, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, captured: Captured, piece: BackwardPiece, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Called after the forward has been launched. ``tensors``: what needs gradients."""
-        ctx.captured, ctx.launch, ctx.stage, ctx.has_run = captured, captured.launches, stage, False
+        ctx.captured, ctx.launch, ctx.piece, ctx.has_run = captured, captured.launches, piece, False
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors[:1])  # see `saved_instead`
-        is_top = stage.outputs is captured.outputs
+        is_top = piece.outputs is captured.outputs
         ctx.parameters = captured.parameters_now() if is_top else []
-        outputs = tuple(each.detach().clone() if is_top else each.detach() for each in stage.outputs)
-        ctx.mark_non_differentiable(
-            *(output for output, has_grad in zip(outputs, stage.have_grads, strict=True) if not has_grad)
-        )
+        outputs = tuple(each.detach().clone() if is_top else each.detach() for each in piece.outputs)
+        ctx.mark_non_differentiable(*compress(outputs, map(not_, piece.have_grads)))
         return outputs
 
     @staticmethod
@@ -465,7 +424,7 @@ class LaunchNode(Node):
             RuntimeError: it would be differentiated; what the forward has saved was overwritten by a later launch, or
                 perhaps by this piece itself, if it is compiled and was launched before; parameters have changed.
         """
-        stage: _Stage = ctx.stage
+        piece: BackwardPiece = ctx.piece
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a captured backward cannot be differentiated, which create_graph=True asks for: leave graphs=True out"
@@ -475,19 +434,18 @@ class LaunchNode(Node):
                 "this backward needs what a forward has saved in a captured graph, and the graph was launched again "
                 "since. Call backward before the next forward, or leave graphs=True out"
             )
-        if stage.outputs is ctx.captured.outputs and ctx.captured.parameters_now() != ctx.parameters:
+        if piece.outputs is ctx.captured.outputs and ctx.captured.parameters_now() != ctx.parameters:
             raise RuntimeError(
                 "a parameter was modified by an inplace operation, or moved, since the forward of a captured replica, "
                 "and its backward reads parameters where they were. Call backward first, or leave graphs=True out"
             )
-        if ctx.has_run and stage.piece.runs_once:
+        if ctx.has_run and piece.runs_once:
             raise RuntimeError(
                 "this backward is compiled and has run already, and compiled code may write to what the forward has "
                 "saved. Call the model again instead of backward with retain_graph=True"
             )
         ctx.has_run = True
-        given = [grad for grad, has_grad in zip(grads, stage.have_grads, strict=True) if has_grad]
-        return (None, None, *ctx.captured.launch_stage(stage, given))
+        return (None, None, *ctx.captured.launch_piece(piece, [*compress(grads, piece.have_grads)]))
 
 
 def _reason(error: BaseException) -> str:

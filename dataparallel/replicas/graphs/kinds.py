@@ -89,7 +89,7 @@ class Structure:
     def __init__(self, value: Any, name: str, device: torch.device) -> None:
         self.leaves: list[Any] = []
         self.paths: list[str] = []
-        self._name, self._device = name, device
+        self._value, self._name, self._device = value, name, device
         self._tree, self.shape = self._taken_apart(value, name, ())
 
     def _taken_apart(self, value: Any, path: str, above: tuple[int, ...]) -> tuple[Any, Hashable]:
@@ -127,9 +127,9 @@ class Structure:
         """Another object of this structure, with new containers."""
         return _rebuilt(self._tree, iter(leaves))
 
-    def check_unwritten(self, arguments: Any) -> None:
-        """Raises `CannotBeCaptured` unless ``arguments``, of which this was made, have the very same leaves still."""
-        now = Structure(arguments, self._name, self._device)
+    def check_unwritten(self) -> None:
+        """Raises `CannotBeCaptured` unless the containers have the very same leaves still."""
+        now = Structure(self._value, self._name, self._device)
         same = len(self.leaves) == len(now.leaves) and all(map(is_, self.leaves, now.leaves))
         if not same or self.shape != now.shape:
             raise CannotBeCaptured("its forward writes into a dict or list among its arguments")
@@ -188,20 +188,15 @@ class ForwardReads:
 
     def _look(self) -> None:
         inside, found, done = list[tuple[Any, list[tuple[str, Any]]]](), [*self._modules], set[int]()
-
-        def look(path: str, value: Any, is_on_object: bool) -> None:
+        waiting = [(path, value, False) for path, value in self._attributes]
+        for path, value, is_on_object in waiting:
             found.append((path, _of_value(path, value)))
             is_object = not isinstance(value, _TRANSPARENT) and container_of(value) is None
             is_end = is_object and (is_on_object or isinstance(value, _NOT_ENTERED))
-            if is_end or id(value) in done or _is_plain(value):
-                return
-            done.add(id(value))
-            inside.append((value, items := _items_of(value)))
-            for key, each in items:
-                look(path + key, each, is_on_object or is_object)
-
-        for path, value in self._attributes:
-            look(path, value, False)
+            if not (is_end or id(value) in done or _is_plain(value)):
+                done.add(id(value))
+                inside.append((value, items := _items_of(value)))
+                waiting += [(path + key, each, is_on_object or is_object) for key, each in items]
         self._inside, self._values = inside, HashedTuple(found)  # not before all has been looked at
 
     def now(self) -> HashedTuple:
@@ -210,18 +205,19 @@ class ForwardReads:
         Raises:
             CannotBeCaptured: see the class.
         """
-        for value, before in self._inside:
-            items = _items_of(value)
-            if len(items) != len(before) or not all(
-                a[0] == b[0] and a[1] is b[1] for a, b in zip(items, before, strict=True)
-            ):
-                self._look()
-                break
+        if any(_differ(before, _items_of(value)) for value, before in self._inside):
+            self._look()
         return self._values
 
     def reached(self) -> list[list[ByIdentity]]:
         """What is in global lists, dicts and sets, and in enclosed ones, for a comparison."""
         return [[ByIdentity(each) for each in ([*x, *x.values()] if isinstance(x, dict) else x)] for x in self._reached]
+
+
+def _differ(before: list[tuple[str, Any]], items: list[tuple[str, Any]]) -> bool:
+    return len(items) != len(before) or any(
+        a[0] != b[0] or a[1] is not b[1] for a, b in zip(items, before, strict=True)
+    )
 
 
 def _items_of(value: Any) -> list[tuple[str, Any]]:

@@ -13,9 +13,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -76,7 +76,15 @@ def _nbytes_of(root: nn.Module) -> int:
     return sum(p.nbytes for registry in registries for p in dict.values(registry) if p is not None)
 
 
-@dataclass(frozen=True)
+class Recording(NamedTuple):
+    """Graphs of a piece of the backward, for one pattern of incoming gradients, and the gradients that they leave."""
+
+    graphs: list[Any]
+    grads_below: list[Tensor | None]
+    grads: Any
+
+
+@dataclass(eq=False)
 class BackwardPiece:
     """A piece of a backward: from gradients at ``begins`` to those of leaves, and of the tensor ``below``.
 
@@ -85,12 +93,25 @@ class BackwardPiece:
         below: the edge with which the next piece begins, and its tensor, if there is one.
         leaves: whose gradients it computes, those of inputs first.
         runs_once: compiled code runs in it, which may write to what the forward has saved.
+        outputs: what its node gives: the outputs of the module, or the tensor at which the piece above begins.
+        have_grads: for each of them if the piece takes its gradient.
+        grad_outputs: where graphs read these gradients.
+        inputs, parameters: what its node takes: arguments, by number among those with gradients.
+        recordings: by the pattern of gradients that come in. ``None``: that pattern runs as it is.
+        missed: a pattern that came without a recording.
     """
 
     begins: Sequence[GradientEdge]
     below: tuple[GradientEdge, Tensor] | None
     leaves: Sequence[Tensor]
     runs_once: bool
+    outputs: Sequence[Tensor] = ()
+    have_grads: Sequence[bool] = ()
+    grad_outputs: Sequence[Tensor] = ()
+    inputs: Sequence[int] = ()
+    parameters: Sequence[Tensor] = ()
+    recordings: dict[tuple[bool, ...], Recording | None] = field(default_factory=dict)
+    missed: tuple[bool, ...] | None = None
 
 
 class CapturedPieces:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import graphed_models
 from dataparallel.replicas.compiled import torch_compile
-from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.replicas.compiled.calls import _say_that_they_run_without
+from dataparallel.replicas.compiled.compile_lock import compile_lock
 from dataparallel.replicas.graphs.calls import WARM_UP
 from each_form import Form, by_wrapper, replicated, replicating_forms
 from graphed_models import FORMS, MODELS
