@@ -375,9 +375,9 @@ def refuse_constants(plan: ModulePlan, slots: Sequence[torch.device]) -> None:
     """Tracing and exporting bake the device of the example inputs, and tensors on it, into the code."""
     inside: set[int] = set()  # ids of modules whose code has been checked as part of their parent's
     for entry in plan.entries:
-        key: Any = entry.module if entry.is_script else entry.cls.forward
         if id(entry.module) in inside or not (entry.is_script or isinstance(entry.module, torch.fx.GraphModule)):
             continue
+        key: Any = entry.module if entry.is_script else entry.cls.forward
         if entry.is_script:
             inside.update(map(id, entry.module.modules()))
         if key not in _constants:

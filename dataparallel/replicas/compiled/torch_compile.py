@@ -1,7 +1,7 @@
 """How `torch.compile` is driven where its public functions do not reach: contexts, settings, what it has compiled.
 
-``functions`` and ``calls`` compile replicas with it. Beside ``_torch`` this is the only file that spells private names
-of torch, because they are attributes of objects that only the compiler has.
+``calls`` compiles replicas with it. Beside ``_torch`` this is the only file that spells private names of torch,
+because they are attributes of objects that only the compiler has.
 """
 
 from __future__ import annotations

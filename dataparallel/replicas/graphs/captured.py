@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import compress
 from operator import not_
 from typing import Any, NamedTuple, cast
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.autograd.node import Node, saved_instead
 from dataparallel.batches.structures import Arguments
-from dataparallel.comm.buckets import flatten_into, plan_buckets, unflatten
+from dataparallel.comm.buckets import flatten, plan_buckets, unflatten
 from dataparallel.comm.streams.current import (
     Event,
     current_streams,
@@ -106,41 +107,29 @@ class Pool:
         graphs[-1].capture_begin(pool=self._handle, capture_error_mode="thread_local")
 
 
-class _FlatGrads:
-    """Gradients that a captured backward leaves in a few flat buffers, so that few copies take them out."""
+def _flat_copies(grads: Sequence[Tensor | None]) -> Callable[[], list[Tensor | None]]:
+    """Leaves gradients in a few flat buffers, inside a capture. Returns what copies those of the last launch out."""
+    count, present = len(grads), [i for i, grad in enumerate(grads) if grad is not None]
+    tensors = cast("Sequence[Tensor]", grads)
+    buckets, singles = plan_buckets(tensors, sys.maxsize, candidates=present, keep_repeats=False)
+    if singles:
+        raise CannotBeCaptured("a gradient is sparse, or of a class of its own")
+    flats = [flatten(bucket, tensors) for bucket in buckets]  # there is one for each dtype
 
-    def __init__(self, grads: Sequence[Tensor | None]) -> None:
-        self._count = len(grads)
-        present = [i for i, grad in enumerate(grads) if grad is not None]
-        tensors = cast("Sequence[Tensor]", grads)
-        self._buckets, singles = plan_buckets(tensors, sys.maxsize, candidates=present, keep_repeats=False)
-        if singles:
-            raise CannotBeCaptured("a gradient is sparse, or of a class of its own")
-        self._flats: list[Tensor] = []
-        for bucket in self._buckets:  # there is one for each dtype
-            numel = sum(layout.numel for layout in bucket.layouts)
-            self._flats.append(tensors[bucket.indices[0]].new_empty(numel))
-            flatten_into(bucket, tensors, self._flats[-1])
-
-    def taken(self) -> list[Tensor | None]:
-        """The gradients of the last launch, in new tensors."""
-        found: list[Tensor | None] = [None] * self._count
-        for bucket, flat in zip(self._buckets, self._flats, strict=True):
+    def taken() -> list[Tensor | None]:
+        found: list[Tensor | None] = [None] * count
+        for bucket, flat in zip(buckets, flats, strict=True):
             for i, grad in zip(bucket.indices, unflatten(bucket, flat.clone()), strict=True):
                 found[i] = grad
         return found
 
+    return taken
 
-class _LentGrads:
-    """Gradients that units sum where a captured backward leaves them, before it is launched again."""
 
-    def __init__(self, grads: Sequence[Tensor | None], unit_module: Any) -> None:
-        self._grads, self._unit_module = grads, unit_module
-
-    def taken(self) -> list[Tensor | None]:
-        """The gradients of the last launch, in new tensors if the next launch may come before the sums."""
-        lends = self._unit_module.ends_with_sums
-        return [None if grad is None else grad.detach() if lends else grad.clone() for grad in self._grads]
+def _lent(grads: Sequence[Tensor | None], unit_module: Any) -> list[Tensor | None]:
+    """Gradients where the last launch has left them, for units; copies if the next launch may come before the sums."""
+    lends = unit_module.ends_with_sums
+    return [None if grad is None else grad.detach() if lends else grad.clone() for grad in grads]
 
 
 _MOST_PATTERNS = 4
@@ -295,8 +284,8 @@ class Captured:
             grads, unit_module = found[count:], self._unit_module
             # What is captured later than the pieces below lies where these write: they run before the sums.
             lends = unit_module is not None and not piece.recordings
-            taken_from = _LentGrads(grads, unit_module) if lends else _FlatGrads(grads)
-            recording = Recording(graphs, found[:count], taken_from)
+            taken = partial(_lent, grads, unit_module) if lends else _flat_copies(grads)
+            recording = Recording(graphs, found[:count], taken)
         piece.recordings[pattern] = recording
         return recording
 
@@ -371,7 +360,7 @@ class Captured:
         for graph in recording.graphs:
             graph.replay()
         below = [None if grad is None else grad.detach() for grad in recording.grads_below]
-        return [*below, *recording.grads.taken()]
+        return [*below, *recording.taken()]
 
 
 def _gradients(piece: BackwardPiece, grads: Sequence[Tensor], pattern: Sequence[bool]) -> list[Tensor | None]:

@@ -77,11 +77,14 @@ def _nbytes_of(root: nn.Module) -> int:
 
 
 class Recording(NamedTuple):
-    """Graphs of a piece of the backward, for one pattern of incoming gradients, and the gradients that they leave."""
+    """Graphs of a piece of the backward, for one pattern of incoming gradients.
+
+    ``grads_below``: where they leave those of the tensor below. ``taken`` returns those of the leaves.
+    """
 
     graphs: list[Any]
     grads_below: list[Tensor | None]
-    grads: Any
+    taken: Callable[[], list[Tensor | None]]
 
 
 @dataclass(eq=False)
