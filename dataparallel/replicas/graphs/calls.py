@@ -121,9 +121,10 @@ class GraphedReplicas:
     def note_slots(self, slots: Sequence[torch.device], why_none: str | None) -> None:
         """``why_none``: why no replica is captured, if there is a reason."""
         for slot, device in enumerate(slots):
-            graphed = self._own.setdefault(slot, GraphedReplica(device, self._said))
+            if slot not in self._own or self._own[slot].device != device:  # other slots may have been assigned
+                self._own[slot] = GraphedReplica(device, self._said)
             if why_none is not None:
-                graphed.say(why_none)
+                self._own[slot].say(why_none)
 
     def serve(self, by_slot: Sequence[list[Tensor]]) -> None:
         """Drops graphs of slots that have other tensors in the next call."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import dataparallel
 from dataparallel import peers
 from dataparallel.replicas.graphs.calls import MOST_TRIES, WARM_UP
-from each_form import Form, frozen, graphing_forms, replicated, sharded_children
+from each_form import Form, by_wrapper, frozen, graphing_forms, replicated, sharded_children
 from graphed_nets import SETTLE, WIDTH, Block, Net, build, captured, graphed, graphs_of, inputs, reasons, step
 from nogpu import cuda
 
@@ -39,6 +39,23 @@ def test_inference_is_one_launch_for_each_replica(mode: Any, form: Form, slots: 
             found = network(x)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     assert counts.calls["cudaGraphLaunch"] == len(slots)
+
+
+@on_cuda
+def test_slots_that_are_assigned_later_have_graphs_of_their_own(form: Form, slots: list, root: torch.device) -> None:
+    if form is not by_wrapper or len({*slots}) == 1:
+        pytest.skip("only a wrapper's slots can be assigned")
+    network, x = by_wrapper(build(root), slots, graphs=True).eval(), inputs(root)
+    with torch.no_grad():
+        for _ in range(SETTLE):
+            expected = network(x).clone()
+        network.device_ids = network.device_ids[::-1]
+        network.module.to(slots[-1])
+        for _ in range(SETTLE):
+            found = network(x)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert [replica.device for replica in graphed(network)] == slots[::-1]
+    assert all(replica.launches for replica in graphed(network))
 
 
 @on_cuda
