@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from copyreg import _slotnames  # type: ignore[attr-defined]
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ class TwinInfo:
     allowed: type | None = None
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class ModuleEntry:
     """One module: positions of its tensors and children in the plan, and names of attributes that refer to the tree.
 
@@ -105,6 +104,7 @@ class ModuleEntry:
     has_own_rule: bool = field(init=False)
     is_script: bool = field(init=False)
     compiled: Compiled | None = None
+    _copied: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.cls = type(self.module)
@@ -121,11 +121,14 @@ class ModuleEntry:
         """
         return method_owner(value) if callable(getattr(original_class(self.cls), key, None)) else None
 
-    @cached_property
+    @property
     def copied(self) -> dict[str, Any]:
         """The attributes that each replica starts with. The plan has to be complete."""
-        left_out = {TWIN_INFO, *self.left_out}
-        return {**{key: each for key, each in self.attributes.items() if key not in left_out}, "_is_replica": True}
+        if self._copied is None:
+            left_out = {TWIN_INFO, *self.left_out}
+            self._copied = {key: value for key, value in self.attributes.items() if key not in left_out}
+            self._copied["_is_replica"] = True
+        return self._copied
 
     @property
     def left_out(self) -> tuple[str, ...]:
