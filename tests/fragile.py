@@ -16,7 +16,7 @@ class Raises(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -43,6 +43,6 @@ class Fragile(nn.Module):
         fails = self.fails[0] if self.fails[0] and (x[:, -1] < MARK / 2).any() else ""
         if fails == "forward":
             raise ArithmeticError("in forward")
-        if fails == "hook":
+        if fails == "hook" and y.requires_grad:  # not where a reentrant checkpoint runs it first
             y.register_hook(raises)
         return Raises.apply(y) if fails == "backward" else y

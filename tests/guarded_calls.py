@@ -27,15 +27,13 @@ STREAM_CALLS = {"wait_stream", "wait_event", "record_stream", "make_wait"}
 
 @dataclass(frozen=True)
 class Guard:
-    """One call. ``start`` and ``end`` are positions in the bytes of its file; so are those of its receiver."""
+    """One call. ``start`` and ``end`` are positions in the bytes of its file."""
 
     name: str
     file: str
-    how: str  # "nothing", "blank", "reference" or the name of a context
+    how: str  # "nothing", "blank" or the name of a context
     start: int
     end: int
-    receiver: tuple[int, int] | None
-    opens: int  # where the arguments begin
 
 
 def guards_of(root: Path) -> dict[str, list[Guard]]:
@@ -108,34 +106,30 @@ def _in_file(file: str, source: bytes, tree: ast.Module, package: _Package) -> l
     numbers: Counter[tuple[str, str]] = Counter()
     found: list[Guard] = []
 
-    def add(node: ast.expr, place: str, call: str, how: str, func: ast.expr) -> None:
+    def add(node: ast.expr, place: str, call: str, how: str) -> None:
         numbers[place, call] += 1
-        receiver = span(func.value) if isinstance(func, ast.Attribute) else None
         name = f"{file.removeprefix('dataparallel/')}:{place}:{call}:{numbers[place, call]}"
-        found.append(Guard(name, file, how, *span(node), receiver, span(func)[1]))
+        found.append(Guard(name, file, how, *span(node)))
 
     for node, owner, function, parent in _walk(tree):
         place = ".".join(part for part in (owner, function and function.name) if part) or "module"
-        is_called = isinstance(parent, ast.Call) and parent.func is node
-        if isinstance(node, ast.Attribute) and node.attr == "synchronize" and not is_called:
-            add(node, place, "synchronize", "reference", node)
         if not isinstance(node, ast.Call):
             continue
         called = node.func
         if isinstance(called, ast.Name):
             module, name = package.imports[file].get(called.id, (_module(file), called.id))
             if name in JOINED and module.startswith("dataparallel."):
-                add(node, place, name, name, called)
+                add(node, place, name, name)
                 continue
             if name in EVENTS and module.startswith("dataparallel."):
                 waits_at_once = isinstance(parent, ast.Attribute) and parent.attr in ("make_wait", "synchronize")
                 if not waits_at_once:
-                    add(node, place, name, "blank", called)
+                    add(node, place, name, "blank")
                 continue
         if isinstance(called, ast.Attribute) and called.attr == "record_event":
-            add(node, place, "record_event", "blank", called)
+            add(node, place, "record_event", "blank")
         elif package.is_guard(node, file, owner, function):
-            add(node, place, called.attr if isinstance(called, ast.Attribute) else called.id, "nothing", called)
+            add(node, place, called.attr if isinstance(called, ast.Attribute) else called.id, "nothing")
     return found
 
 

@@ -22,15 +22,6 @@ def with_kept_replicas(module: nn.Module, slots: list, dim: int = 0, broadcast_b
     return wrapped
 
 
-def settled(net: nn.Module, slots: list, x: Tensor, **options: bool) -> DataParallel:
-    """After the steps in which the order of gradients is learnt."""
-    wrapped = with_kept_replicas(net, slots, **options)
-    for _ in range(2):
-        loss(wrapped(x)).backward()
-        net.zero_grad()
-    return wrapped
-
-
 class Branched(nn.Module):
     """Layers, and a branch that only some samples take: a replica that has none of them does not use it."""
 

@@ -58,11 +58,6 @@ def waits(module: nn.Module) -> AbstractContextManager[Any]:
     return module.no_sync() if hasattr(module, "no_sync") else nullcontext()
 
 
-def adamw(module: nn.Module) -> torch.optim.Optimizer:
-    """AdamW: its weight decay moves a parameter whose gradient is zeros, but not one whose gradient is ``None``."""
-    return torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
-
-
 def mean_square(output: Tensor) -> Tensor:
     """A loss."""
     return output.square().mean()

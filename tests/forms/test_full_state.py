@@ -17,10 +17,7 @@ from freed_later import freed_later
 from memory import Growth, nbytes
 from sharded_models import Awkward, on_meta
 from sharded_steps import (
-    LOOPS,
     MODELS,
-    Trained,
-    assert_all_sharded,
     assert_same,
     batches_of,
     gradients,
@@ -32,17 +29,6 @@ from sharded_steps import (
 )
 
 MODEL = MODELS["gpt"]
-EIGHT = 8
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": adamw,
-    "AdamW, amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
-    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, nesterov=True),
-    "Adadelta": lambda parameters: torch.optim.Adadelta(parameters, lr=0.1),
-    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-2, momentum=0.9, centered=True, eps=1e-4),
-}
-OTHER_OPTIONS = [{"offload_policy": CPUOffloadPolicy()}, {"reshard_after_forward": False}]
 
 
 def through_a_file(saved: Any) -> Any:
@@ -92,59 +78,21 @@ def kept(root: torch.device) -> Any:
     return made
 
 
-class Run:
-    """A training that moves between devices, with the same batches as one that stays."""
-
-    def __init__(self, slots: list, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
-        self.root, self.make_optimizer = torch.device(slots[0]), optimizer
-        self.batches = batches_of(MODEL, slots[:4])
-        self.model: Any = None
-        self.optimizer: Any = None
-
-    def move_to(self, slots: list | None, **options: Any) -> None:
-        """Goes on in a new model, with an optimizer that has no state yet."""
-        saved = None if self.model is None else fully_shard.full_state_dict(self.model, self.optimizer)
-        model = on_device(MODEL.build, self.root)
-        if slots is not None:
-            sharded(model, slots, **options)
-        optimizer = self.make_optimizer(model.parameters())
-        if saved is not None:
-            fully_shard.load_full_state_dict(other_values(model), through_a_file(saved), optimizer)
-        self.model, self.optimizer = model, optimizer
-
-    def train(self, steps: int) -> Trained:
-        return train(self.model, self.batches, self.optimizer, steps, loop=LOOPS["the_last_summed"])
-
-
-class TestTrainingGoesOn:
-    @pytest.mark.few(2)
-    @pytest.mark.parametrize(
-        ("name", "options"), [*(("AdamW", options) for options in OTHER_OPTIONS), *((name, {}) for name in OPTIMIZERS)]
-    )
-    def test_with_other_numbers_of_devices(self, name: str, options: dict, make_slots: Callable[[int], list]) -> None:
-        """The options hold on every other devices only. Some gradients wait on the slots."""
-        slots = make_slots(EIGHT)
-        moving, still = (Run(slots, OPTIMIZERS[name]) for _ in range(2))
-        still.move_to(None)
-        for where, chosen in ((slots, options), (slots[:2], {}), (None, {}), (slots[:3], options)):
-            moving.move_to(where, **chosen)
-            assert_same(moving.train(2), still.train(2))
-
-    def test_one_saved_state_is_for_many(self, slots: list, root: torch.device) -> None:
-        """Training changes neither what was saved nor another model that was given the same."""
-        run = Run(slots, adamw)
-        run.move_to(slots)
-        run.train(1)
-        saved = fully_shard.full_state_dict(run.model, run.optimizer)
-        before = copy.deepcopy(saved)
-        for where in (slots, None):
-            model = on_device(MODEL.build, root)
-            if where is not None:
-                sharded(model, where)
-            optimizer = adamw(model.parameters())
-            fully_shard.load_full_state_dict(model, saved, optimizer)
-            train(model, batches_of(MODEL, slots), optimizer, 1)
-        assert_equal([dict(part) for part in saved], [dict(part) for part in before], "saved", atol=0)
+def test_one_saved_state_is_for_many(slots: list, root: torch.device) -> None:
+    """Training changes neither what was saved nor another model that was given the same."""
+    first = sharded(on_device(MODEL.build, root), slots)
+    optimizer = adamw(first.parameters())
+    train(first, batches_of(MODEL, slots), optimizer, 1)
+    saved = fully_shard.full_state_dict(first, optimizer)
+    before = copy.deepcopy(saved)
+    for where in (slots, None):
+        model = on_device(MODEL.build, root)
+        if where is not None:
+            sharded(model, where)
+        optimizer = adamw(model.parameters())
+        fully_shard.load_full_state_dict(model, saved, optimizer)
+        train(model, batches_of(MODEL, slots), optimizer, 1)
+    assert_equal([dict(part) for part in saved], [dict(part) for part in before], "saved", atol=0)
 
 
 WITH_OTHER_SHAPES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -305,30 +253,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, root: torch.device)
     optimizer.zero_grad()
     model(x).pow(2).mean().backward()
     optimizer.step()
-
-
-class TestUnitsThatAreFull:
-    """Sharded parameters are saved and loaded, because full ones are freed later."""
-
-    @pytest.fixture
-    def several(self, slots: list, root: torch.device) -> Any:
-        made = sharded(on_device(MODEL.build, root), slots)
-        made.unshard()
-        made.blocks[1].unshard()
-        return made
-
-    @pytest.mark.parametrize("load", [fully_shard.load_full_state_dict, nn.Module.load_state_dict])
-    @pytest.mark.parametrize("wrapped", [False, True])
-    def test_what_is_loaded_stays(
-        self, load: Callable[[Any, Any], Any], wrapped: bool, several: Any, slots: list, root: torch.device
-    ) -> None:
-        one = other_values(on_device(MODEL.build, root))
-        if wrapped:
-            load(nn.Sequential(several), nn.Sequential(one).state_dict())
-        else:
-            load(several, one.state_dict())
-        assert_all_sharded(several)
-        assert_same(*(train(model, batches_of(MODEL, slots), steps=2) for model in (several, one)))
 
 
 class TestMeta:

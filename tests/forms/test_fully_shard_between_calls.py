@@ -26,9 +26,7 @@ def each_shard(parameter: Any, new: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 SEEN: dict[str, Write] = {
     "copy_": lambda parameter, new: parameter.detach().copy_(new),
-    "data.copy_": lambda parameter, new: parameter.data.copy_(new),
     "copies on lists, into data": lambda parameter, new: torch._foreach_copy_([parameter.data], [new]),
-    "shards": lambda parameter, new: [shard.copy_(part) for shard, part in each_shard(parameter, new)],
     "copies on lists, into shards": lambda parameter, new: torch._foreach_copy_([*parameter.shards], [*new.shards]),
 }
 
@@ -142,16 +140,6 @@ class TestUnshard:
         model.layers[1].reshard()
         assert layer.weight is sharded_weight
 
-    @pytest.mark.parametrize("frees", ["forward", "backward"])
-    def test_ends_where_a_call_frees_the_parameters(self, frees, slots, x):
-        model, _ = pair_with(slots, reshard_after_forward=frees == "forward")
-        for unit in (*model.layers[1:], model):
-            unit.unshard()
-        loss = mean_square_loss(model(x))
-        if frees == "backward":
-            loss.backward()
-        assert_all_sharded(model)
-
     def test_ends_with_a_backward_that_leaves_units_full(self, slots, x):
         """So `clip_grad_norm_` sees the gradients, which are those of the sharded parameters."""
         pair = pair_with(slots)
@@ -165,15 +153,3 @@ class TestUnshard:
         assert_all_sharded(several)
         assert_equal(*norms, "norms", atol=1e-9)
         assert_equal(gradients(several), gradients(pair[1]), "gradients", atol=1e-9)
-
-    def test_that_has_ended_keeps_no_values(self, slots, x):
-        """No counter of torch moves when a view of data is written."""
-        pair = pair_with(slots)
-        several, _ = pair
-        several.layers[1].unshard()
-        with torch.no_grad():
-            several(x)
-            several.set_reshard_after_forward(False)
-            several(x)
-        write(pair, lambda parameter, new: parameter.data[:].copy_(new))
-        assert_alike(pair, x)

@@ -62,12 +62,6 @@ class TestUnits:
         model = chain(Layer, lambda: Layer(after), lambda: Layer(after, before), lambda: Layer(before=before))
         assert_same_training(model, slots, loop=LOOPS[loop], steps=2)
 
-    @several_loops
-    @pytest.mark.parametrize("before", [torch.relu_, lambda y: y.mul_(2).add_(1)], ids=["one", "two"])
-    def test_the_first_operators_may_work_in_place(self, before, loop, slots):
-        model = chain(*[lambda: Layer(lambda y: y * 1.5, before)] * 3)
-        assert_same_training(model, slots, loop=LOOPS[loop], steps=2)
-
     def test_keyword_arguments_and_no_arguments(self, slots):
         class Table(nn.Module):
             def __init__(self) -> None:
@@ -188,17 +182,6 @@ def full_pair(slots, root):
     return several, on_device(PLAIN.build, root)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
-def test_a_checkpoint_around_the_whole_model(use_reentrant, pair, x):
-    def use(model):
-        leaf = x.clone().requires_grad_()  # which a reentrant checkpoint wants
-        output = checkpoint(model, leaf, use_reentrant=use_reentrant)
-        mean_square_loss(output).backward()
-        return [output, leaf.grad]
-
-    assert_same_results(pair, lambda model: [use(model) for _ in range(2)])
-
-
 class TestBackward:
     @pytest.mark.parametrize("name", ["weight", "bias"])
     @pytest.mark.parametrize("then", ["backward", "call", "backward of another call", "reshard", "unshard", "to"])
@@ -248,58 +231,6 @@ class TestModes:
             assert output.dtype is torch.bfloat16
             mean_square_loss(output).backward()
         assert_equal(gradients(several), gradients(other), "gradients", atol=1e-5)
-
-    def test_a_gradient_penalty(self, slots, pair, x):
-        def use(model):
-            leaf = x.clone().requires_grad_()
-            loss = mean_square_loss(model(leaf))
-            (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
-            (loss + gradient.square().sum()).backward()
-            return [loss, leaf.grad]
-
-        assert_same_results(pair, use)
-        assert_same_results(pair, lambda model: forward_backward(model, x))
-
-    BETWEEN: ClassVar = {
-        "nothing": lambda model, x: None,
-        "an evaluation": lambda model, x: torch.no_grad()(model)(x),
-        "a backward": lambda model, x: mean_square_loss(model(2 * x)).backward(),
-        "calls": lambda model, x: mean_square_loss(model(2 * x)) - mean_square_loss(model(3 * x)),
-    }
-
-    @pytest.mark.parametrize("backwards", [1, 2])
-    @pytest.mark.parametrize("between", BETWEEN)
-    def test_calls_and_backwards_before_that_of_a_penalty(self, between, backwards, slots, pair, x):
-        """As a critic is trained: the penalty of one call, then the losses of others. The graph keeps parameters."""
-
-        def use(model):
-            leaf = x.clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(mean_square_loss(model(leaf)), leaf, create_graph=True)
-            loss = self.BETWEEN[between](model, x)
-            total = gradient.square().sum() + (loss if between == "calls" else 0)
-            for last in range(1, backwards + 1):
-                total.backward(retain_graph=last < backwards)
-            return [total, leaf.grad]
-
-        assert_same_results(pair, use)
-        several, one = pair
-        with torch.no_grad():  # as optimizers do that torch does not notice
-            for parameter in several.parameters():
-                for shard in parameter.data.shards:
-                    shard.data.mul_(2)
-            for parameter in one.parameters():
-                parameter.mul_(2)
-        assert_same_results(pair, lambda model: forward_backward(model, x))
-
-    def test_the_gradient_of_the_input_alone_leaves_none_on_parameters(self, slots, pair, x):
-        def use(model):
-            leaf = x.clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(mean_square_loss(model(leaf)), leaf)
-            return gradient
-
-        assert_same_results(pair, use)
-        assert all(parameter.grad is None for model in pair for parameter in model.parameters())
-        assert_same_results(pair, lambda model: forward_backward(model, x))
 
     def test_part_of_the_output_is_used(self, slots, pair, x):
         """Some slots have no backward at all."""

@@ -43,16 +43,6 @@ class TestFlags:
         net.set_requires_all_reduce(True, recurse=False)
         assert [each.requires_all_reduce for each in units(net)] == [True, False, False]
 
-    @pytest.mark.parametrize("inner", [True, False])
-    def test_no_sync_ends_with_what_was_before(self, net, inner):
-        net[1].set_requires_gradient_sync(inner)
-        with net.no_sync():
-            assert [each.requires_gradient_sync for each in units(net)] == [False] * 3
-        assert [each.requires_gradient_sync for each in units(net)] == [True, inner, True]
-        with pytest.raises(KeyError), net.no_sync():
-            raise KeyError
-        assert [each.requires_gradient_sync for each in units(net)] == [True, inner, True]
-
     @pytest.mark.parametrize(
         ("method", "value", "error", "message"),
         [

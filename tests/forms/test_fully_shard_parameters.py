@@ -3,9 +3,7 @@
 import copy
 import functools
 import gc
-import io
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +12,10 @@ from torch import Tensor, nn
 
 from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
-from dataparallel.testing.cases import adamw, numbers, seeded
+from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from sharded_chains import PLAIN, Chain, Layer, assert_same_results, chain, forward_backward
-from sharded_models import GPT, Apart, on_meta
+from sharded_models import Apart, on_meta
 from sharded_steps import (
     LOOPS,
     MODELS,
@@ -51,16 +49,6 @@ class TestParameters:
     def test_forward_may_give_a_parameter_other_memory(self, stay, loop, slots):
         """That memory is gone when the unit is freed, and the next gather is seen."""
         assert_same_training(chain(Layer, Moving, Moving), slots, loop=LOOPS[loop], reshard_after_forward=not stay)
-
-    @several_loops
-    def test_tied_weights_in_a_unit_of_several_modules(self, loop, slots):
-        """The first module's forward begins the unit's use, and the last one's ends it."""
-
-        class Ends(GPT):
-            def units(self) -> list[Any]:
-                return [*self.blocks, [self.embedding, self.norm, self.head]]
-
-        assert_same_training(Model(seeded(Ends), MODELS["gpt"].batch), slots, loop=LOOPS[loop])
 
 
 class TestReferences:
@@ -324,33 +312,3 @@ def test_a_parameter_that_was_replaced_stays_so_until_the_next_call(replaced, th
     for model in (several, one):
         model.zero_grad()
     assert_same_results((several, one), lambda model: forward_backward(model, x))
-
-
-@pytest.mark.parametrize("map_location", [None, "cpu"])
-def test_a_sharded_state_dict_goes_through_a_file(map_location, slots, root):
-    """Training goes on as if it had not been interrupted."""
-    several, one = sharded(on_device(MODEL.build, root), slots), on_device(MODEL.build, root)
-    batches = [batches_of(MODEL, slots) for _ in range(2)]
-    optimizer, of_one = adamw(several.parameters()), adamw(one.parameters())
-    train(several, batches[0], optimizer, 2)
-    train(one, batches[1], of_one, 2)
-    file = io.BytesIO()
-    torch.save({"model": several.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True, map_location=map_location)
-    again = sharded(on_device(MODEL.build, root), slots)
-    again.load_state_dict(saved["model"])
-    optimizer = adamw(again.parameters())
-    optimizer.load_state_dict(saved["optimizer"])
-    assert_all_sharded(again)
-    assert_same(train(again, batches[0], optimizer, 3), train(one, batches[1], of_one, 3))
-
-
-def test_to_the_cpu_and_back(slots, root):
-    several, one = sharded(on_device(MODEL.build, root), slots), on_device(MODEL.build, root)
-    for model in (several, one):
-        train(model, batches_of(MODEL, slots), steps=1)
-    several.cpu()
-    assert all(shard.device.type == "cpu" for parameter in several.parameters() for shard in parameter.shards)
-    several.to(root.type)
-    assert_trains_as(several, one, slots)

@@ -1,32 +1,21 @@
-"""A sharded model trains as on one device: each option, each loop and each model, in float64 to 1e-9.
+"""A sharded model trains as on one device: each loop and each model, in float64 to 1e-9.
 
-Dropout and sums have the same bits in each run, wherever sums are made.
+Options and setters are drawn by test_state_machine. Dropout and sums have the same bits in each run, wherever sums are
+made.
 """
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.cuda import nccl
 
 from dataparallel import comm
-from dataparallel.composable import (
-    CPUOffloadPolicy,
-    FullyShardedModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    replicate,
-)
-from dataparallel.sharded import Shard
+from dataparallel.composable import CPUOffloadPolicy, fully_shard, replicate
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.models import CASES
-from dataparallel.testing.steps import mean_square_loss
 from selection import others_long
 from sharded_models import GPT, Scaled
 from sharded_steps import (
@@ -42,174 +31,39 @@ from sharded_steps import (
     train,
 )
 
-DIVISOR = 4.0
+
+def check(model: str, loop: str, slots: list) -> None:
+    assert_same_training(MODELS[model], slots, loop=LOOPS[loop])
 
 
-def half(slots: int) -> bool | int:
-    """How many slots share the pieces of a unit after forward. Two or three slots have no smaller groups."""
-    return slots // 2 if slots % 2 == 0 and slots > 2 else True
-
-
-def managed(model: nn.Module) -> list[Any]:
-    """The modules that are sharded by themselves, in the order of their names."""
-    return [module for module in model.modules() if isinstance(module, FullyShardedModule)]
-
-
-def no_prefetch(model: nn.Module) -> None:
-    for module in managed(model):
-        module.set_modules_to_forward_prefetch([])
-        module.set_modules_to_backward_prefetch([])
-
-
-def prefetch_two(model: nn.Module) -> None:
-    modules = managed(model)
-    for place, module in enumerate(modules):
-        module.set_modules_to_forward_prefetch(modules[place + 1 : place + 3])
-        module.set_modules_to_backward_prefetch(modules[max(place - 2, 0) : place][::-1])
-
-
-def prefetch_the_wrong_way_round(model: nn.Module) -> None:
-    """What is not needed next is gathered first."""
-    modules = managed(model)
-    for place, module in enumerate(modules):
-        module.set_modules_to_forward_prefetch(modules[:place])
-        module.set_modules_to_backward_prefetch(modules[place + 1 :])
-
-
-def divide(model: Any) -> None:
-    for module in managed(model):
-        module.set_gradient_divide_factor(DIVISOR)
-
-
-def keep_after_forward(model: Any) -> None:
-    model.set_reshard_after_forward(False)
-
-
-def cut_along(dim: int, slots: list) -> dict[str, Any]:
-    """Parameters that divide evenly along a dimension are cut along it; there are such for 2, 4 and 8 slots."""
-
-    def place(parameter: Tensor) -> Shard | None:
-        exists = -parameter.dim() <= dim < parameter.dim()
-        return Shard(dim) if exists and parameter.shape[dim] % len(slots) == 0 else None
-
-    return {"shard_placement_fn": place}
-
-
-@dataclass(frozen=True)
-class Option:
-    """What is passed to `fully_shard` for a list of slots, and what is set on the model afterwards."""
-
-    arguments: Callable[[list], dict[str, Any]] = lambda slots: {}
-    afterwards: Callable[[nn.Module], None] = lambda model: None
-    divisor: float = 1.0
-
-
-DOUBLE = MixedPrecisionPolicy(
-    param_dtype=torch.float64, reduce_dtype=torch.float64, output_dtype=torch.float64, cast_forward_inputs=False
-)
-
-OPTIONS = {
-    "none": Option(),
-    "reshard_after_forward": Option(lambda slots: {"reshard_after_forward": True}),
-    "no reshard_after_forward": Option(lambda slots: {"reshard_after_forward": False}),
-    "reshard_after_forward to some": Option(lambda slots: {"reshard_after_forward": half(len(slots))}),
-    "set_reshard_after_forward(False)": Option(afterwards=keep_after_forward),
-    "no prefetch": Option(afterwards=no_prefetch),
-    "prefetch two": Option(afterwards=prefetch_two),
-    "prefetch the wrong way round": Option(afterwards=prefetch_the_wrong_way_round),
-    "no prefetch, no reshard": Option(lambda slots: {"reshard_after_forward": False}, no_prefetch),
-    "default policies": Option(lambda slots: {"mp_policy": MixedPrecisionPolicy(), "offload_policy": OffloadPolicy()}),
-    "a policy of the same dtype": Option(lambda slots: {"mp_policy": DOUBLE}),
-    "CPU offload": Option(lambda slots: {"offload_policy": CPUOffloadPolicy()}),
-    "CPU offload to pageable memory": Option(lambda slots: {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
-    "CPU offload, reshard to some": Option(
-        lambda slots: {"offload_policy": CPUOffloadPolicy(), "reshard_after_forward": half(len(slots))}
-    ),
-    "shards of columns": Option(lambda slots: cut_along(1, slots)),
-    "shards of the last dimension": Option(lambda slots: cut_along(-1, slots)),
-    "output on the last slot": Option(lambda slots: {"output_device": slots[-1]}),
-    "output on the CPU": Option(lambda slots: {"output_device": "cpu"}),
-    "divided gradients": Option(afterwards=divide, divisor=DIVISOR),
-}
-
-
-def check(model: str, option: str, loop: str, slots: list) -> None:
-    chosen = OPTIONS[option]
-    assert_same_training(
-        MODELS[model],
-        slots,
-        loop=LOOPS[loop],
-        afterwards=chosen.afterwards,
-        loss_of_one=mean_square_loss if chosen.divisor == 1.0 else divided_loss,
-        **chosen.arguments(slots),
-    )
-
-
-def divided_loss(output: Tensor) -> Tensor:
-    return mean_square_loss(output) / DIVISOR
-
-
-every_model = pytest.mark.parametrize("model", MODELS)
-every_option = pytest.mark.parametrize("option", OPTIONS)
 every_loop = pytest.mark.parametrize("loop", LOOPS)
 
 
-class TestACoverOfTheMatrix:
-    @pytest.mark.slots(2, 3, 4, 8)
-    @every_model
-    def test_each_model(self, model, slots):
-        check(model, "none", "one_backward", slots)
-
-    @pytest.mark.slots(4)
-    @every_option
-    def test_each_option(self, option, slots):
-        check("gpt", option, "one_backward", slots)
-
-    @pytest.mark.slots(3)
-    @every_loop
-    def test_each_loop(self, loop, slots):
-        check("gpt, units of several kinds", "none", loop, slots)
-
-
-NUMBERS = (2, 3, 4, 8)
-
-TOGETHER = [
-    (option, loop, [*MODELS][(i + j) % len(MODELS)], NUMBERS[(i + j // 2) % len(NUMBERS)])
-    for i, option in enumerate(OPTIONS)
-    for j, loop in enumerate(LOOPS)
-]
-"""Options, loops, models and numbers of slots, such that any two of them meet. All four at once would be 4,864."""
-
-
-def test_any_two_choices_are_tested_together():
-    for (a, first), (b, second) in itertools.combinations(enumerate([OPTIONS, LOOPS, MODELS, NUMBERS]), 2):
-        assert {(row[a], row[b]) for row in TOGETHER} == {*itertools.product(first, second)}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("option", "loop", "model", "count"), TOGETHER)
-def test_any_two_choices(option, loop, model, count, make_slots):
-    check(model, option, loop, make_slots(count))
+@pytest.mark.slots(3, long=[2, 4, 8])
+@pytest.mark.parametrize("model", MODELS)
+@every_loop
+def test_each_model_in_each_loop(loop, model, slots):
+    check(model, loop, slots)
 
 
 class TestOtherSlots:
     @pytest.mark.devices("sim", "cuda")  # CPU slots are on one device anyway
     @pytest.mark.parametrize("model", others_long(MODELS, ["gpt", "resnet", "unused and repeated units"]))
     def test_slots_on_one_device(self, model, root):
-        check(model, "none", "one_backward", [root] * 3)
+        check(model, "one_backward", [root] * 3)
 
     @pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
     def test_two_slots_on_each_of_two_devices(self, loop, make_slots):
         slots = [make_slots(2)[place] for place in (0, 1, 0, 1)]
-        check("gpt", "none", loop, slots)
+        check("gpt", loop, slots)
 
     @pytest.mark.devices("sim", "cuda")  # else these are the slots of the other tests
     @pytest.mark.parametrize("model", others_long(MODELS, ["gpt", "unused and repeated units"]))
     def test_cpu_slots(self, model):
-        check(model, "none", "one_backward", ["cpu"] * 2)
+        check(model, "one_backward", ["cpu"] * 2)
 
     def test_one_slot(self, root):
-        check("gpt", "none", "the_last_summed", [root])
+        check("gpt", "the_last_summed", [root])
 
 
 ZOO = [case for case in CASES if case.name not in ("scripted", "traced", "scripted_child", "sparse_embedding")]
@@ -230,13 +84,15 @@ def test_a_whole_model_is_one_unit(case, slots):
 
 
 @pytest.mark.slots(3, long=[2, 4, 8])
-@pytest.mark.parametrize("option", ["none", "no reshard_after_forward", "CPU offload"])
-def test_batch_statistics_are_those_of_replicate(option, slots):
+@pytest.mark.parametrize(
+    "options", [{}, {"reshard_after_forward": False}, {"offload_policy": CPUOffloadPolicy()}], ids=str
+)
+def test_batch_statistics_are_those_of_replicate(options, slots):
     """Each slot normalises its own chunk, and the model's running statistics are those of the first."""
     model = Model(seeded(lambda: MODELS["resnet"].build().train()), MODELS["resnet"].batch)
     several, other = on_device(model.build, slots[0]), on_device(model.build, slots[0])
     assert several.training
-    sharded(several, slots, **OPTIONS[option].arguments(slots))
+    sharded(several, slots, **options)
     replicate(other, devices=slots)
     ours, theirs = (train(each, batches_of(model, slots)) for each in (several, other))
     assert_same(ours, theirs)

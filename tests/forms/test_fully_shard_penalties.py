@@ -1,35 +1,21 @@
-"""Losses that are made from sharded parameters, and losses of two models that share a unit, give what one device gives.
+"""Losses that are made from sharded parameters: they bring gradients past the units, and hooks see all once.
 
-A penalty on weights brings gradients past the units: before, between or after those that units sum. Each parameter gets
-all of its gradient, and its hooks see all of it once in each backward, in float64 to 1e-9.
+Random ones are drawn by test_state_machine.
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from dataparallel.composable import MixedPrecisionPolicy, fully_shard
 from dataparallel.testing.steps import assert_equal
-from nogpu.pytest import settle
 from sharded_steps import gradients, whole
 
-SLOTS, WIDTH = 4, 3
-PHASES = [phase for phase in Phase if phase != Phase.explain]
-
-PENALTIES = {
-    "square": lambda p: (p * p).sum(),
-    "sum": lambda p: 3 * p.sum(),  # its gradient is plain, and sharded when it is accumulated
-    "norm": lambda p: p.norm(),
-    "two terms": lambda p: p.exp().mean() + 2 * p.sum(),
-}
+WIDTH = 3
 
 
 class Head(nn.Module):
@@ -44,144 +30,41 @@ class Head(nn.Module):
         return self.last(torch.tanh(below))
 
 
-def two_heads(device: Any, is_recomputed: bool = False) -> nn.ModuleList:
+def two_heads(device: Any, is_recomputed: bool) -> nn.ModuleList:
     torch.manual_seed(0)
     backbone = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
     return nn.ModuleList([Head(backbone, is_recomputed), Head(backbone)]).double().to(device)
 
 
-def shard(heads: Any, slots: Sequence[Any], **options: Any) -> None:
-    fully_shard(heads[0].backbone, devices=slots, **options)
-    for head in heads:
-        fully_shard(head, devices=slots, **options)
-
-
-@dataclass(frozen=True)
-class Use:
-    """A term of a loss: a head (0 or 1) of a batch, or a penalty on some parameters."""
-
-    what: int | str
-    samples: int
-    on: int
-
-    def of(self, heads: Any, parameters: Sequence[Tensor], x: Tensor) -> Any:
-        if isinstance(self.what, int):
-            return heads[self.what](x[: self.samples]).square().sum()
-        trainable = [p for at, p in enumerate(parameters) if self.on >> at & 1 and p.requires_grad]
-        return sum(map(PENALTIES[self.what], trainable))
-
-
-@dataclass(frozen=True)
-class Case:
-    """Two heads on one backbone.
-
-    Attributes:
-        losses: the terms of each, in the order in which they are computed. Each has a backward.
-        waiting: of which losses the gradients wait for the next sum.
-        reshard: ``reshard_after_forward``.
-        frozen, clamped: bits of the parameters that need no gradient, and of those with a hook that changes it.
-    """
-
-    losses: tuple[tuple[Use, ...], ...]
-    waiting: tuple[bool, ...]
-    reshard: bool | int
-    is_offloaded: bool
-    is_recomputed: bool
-    frozen: int
-    clamped: int
-
-
-uses = st.builds(
-    Use, st.sampled_from([0, 0, 1, 1, *PENALTIES]), samples=st.integers(1, SLOTS + 2), on=st.integers(1, 255)
-)
-cases = st.builds(
-    Case,
-    st.lists(st.lists(uses, min_size=1, max_size=4).map(tuple), min_size=1, max_size=3).map(tuple),
-    waiting=st.tuples(*[st.sampled_from([False, False, True])] * 3),
-    reshard=st.sampled_from([True, True, False, 2]),
-    is_offloaded=st.booleans(),
-    is_recomputed=st.booleans(),
-    frozen=st.sampled_from([0, 0, 1, 5, 7, 10, 24]),
-    clamped=st.integers(0, 127),
-)
-
-
-@dataclass
-class Seen:
-    """How often the hooks of each parameter ran."""
-
-    before: Counter = field(default_factory=Counter)
-    after: Counter = field(default_factory=Counter)
-
-
-def add_hooks(heads: Any, clamped: int) -> Seen:
-    seen = Seen()
-    for at, (name, parameter) in enumerate(heads.named_parameters()):
-        if not parameter.requires_grad:
-            continue
-        if clamped >> at & 1:
-
-            def clamp(gradient: Tensor, name: str = name) -> Tensor:
-                seen.before[name] += 1
-                return gradient.clamp(-1, 1)
-
-            parameter.register_hook(clamp)
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.after.update([name]))
-    return seen
-
-
-def run(case: Case, heads: Any, x: Tensor, is_sharded: bool) -> list[Any]:
-    """The gradients after each backward that sums, and how often hooks ran."""
-    for at, parameter in enumerate(heads.parameters()):
-        parameter.requires_grad_(not case.frozen >> at & 1)
-    seen, found, held = add_hooks(heads, case.clamped), [], []
-    with torch.no_grad():
-        for head in heads:  # a unit that has not been called sums nothing, and lets nothing wait
-            head(x)
-    heads_too = (Use(0, SLOTS, 0), Use(1, 2, 0))  # a backward that sums reaches both trees, so that nothing waits on
-    for at, (terms, waits) in enumerate(zip(case.losses, case.waiting, strict=False)):
-        waits = waits and at + 1 < len(case.losses)
-        has_waited = bool(held) or (at > 0 and case.waiting[at - 1])
-        for head in heads if is_sharded else ():
-            head.set_requires_gradient_sync(not waits)
-        terms = terms if not has_waited or waits else (*terms, *heads_too)
-        losses = [use.of(heads, [*heads.parameters()], x) for use in terms]
-        loss = sum(losses) + 0 * x.sum().requires_grad_()
-        if waits and not is_sharded:
-            held.append(loss)
-            continue
-        sum([*held, loss]).backward()
-        held.clear()
-        if not waits:
-            found.append((gradients(heads), dict(sorted(seen.before.items())), dict(sorted(seen.after.items()))))
-    return found
-
-
-def check(case: Case, slots: Sequence[Any], root: torch.device) -> None:
-    x = torch.randn(SLOTS + 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(root)
-    heads, one = (two_heads(root, case.is_recomputed) for _ in range(2))
-    policy = {"offload_policy": CPUOffloadPolicy()} if case.is_offloaded else {}
-    shard(heads, slots, reshard_after_forward=case.reshard, **policy)
-    expected = run(case, one, x, False)
-    found = run(case, heads, x, True)
-    settle()
-    assert_equal(found, expected, "gradients and hooks", atol=1e-9)
-
-
-@given(cases)
-@settings(phases=PHASES, suppress_health_check=[*HealthCheck])
-def test_random_losses_give_the_gradients_of_one_device_and_run_hooks_once(make_slots, case) -> None:
-    slots = make_slots(SLOTS)
-    check(case, slots, torch.device(slots[0]))
-
-
-@pytest.mark.long
-@pytest.mark.watchdog(3600)
-@given(cases)
-@settings(max_examples=300, phases=PHASES, suppress_health_check=[*HealthCheck])
-def test_many_random_losses(make_slots, case) -> None:
-    slots = make_slots(SLOTS)
-    check(case, slots, torch.device(slots[0]))
+@pytest.mark.slots(4)
+@pytest.mark.parametrize("reshard", [True, False, 2])
+@pytest.mark.parametrize("is_recomputed", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_two_models_may_share_a_unit_and_a_loss(waits, is_recomputed, reshard, slots, root) -> None:
+    """Each parameter gets all of its gradient, and its hooks see all of it once in each backward."""
+    x = torch.linspace(-1, 1, 6 * WIDTH, dtype=torch.float64, device=root).view(6, WIDTH)
+    found = []
+    for is_sharded in (True, False):
+        heads, seen = two_heads(root, is_recomputed), []
+        for unit in (heads[0].backbone, *heads) if is_sharded else ():
+            fully_shard(unit, devices=slots, reshard_after_forward=reshard)
+        for name, parameter in heads.named_parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-1, 1))
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name, seen=seen: seen.append(name))
+        held = []
+        for number in range(3):
+            for head in heads if is_sharded else ():
+                head.set_requires_gradient_sync(not waits or number > 0)
+            penalty = sum((p * p).sum() for p in [*heads.parameters()][:: number + 1])
+            loss = heads[0](x).square().sum() + penalty + heads[1](x[: number + 1]).square().sum()
+            if waits and number == 0 and not is_sharded:
+                held.append(loss)  # gradients that wait are clamped with those that they wait for
+                continue
+            sum([loss, *held]).backward()
+            held.clear()
+            if not waits or number > 0:
+                found.append((gradients(heads), sorted(seen)))
+    assert_equal(found[: len(found) // 2], found[len(found) // 2 :], "gradients and hooks", atol=1e-9)
 
 
 class Calls(list[Any]):

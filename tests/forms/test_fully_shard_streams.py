@@ -25,27 +25,6 @@ def sequence(slots: list, *widths: int, **options: Any) -> Any:
     return fully_shard(model, devices=slots, **options)
 
 
-@pytest.mark.parametrize("samples", [6, 1])
-def test_steps_on_other_streams_than_the_first(slots, root, samples):
-    """The clocks raise if memory of one stream is used on another without an order, or goes back to the wrong one."""
-    model = sequence(slots, 8, 8, 8)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step() -> None:
-        optimizer.zero_grad()
-        for _ in range(2):  # the second one adds to gradients
-            model(torch.randn(samples, 8, device=root)).square().mean().backward()
-        optimizer.step()
-
-    for _ in range(2):
-        step()
-        with streams_joined({device: torch.Stream(device) for device in slots}):
-            step()
-            step()
-            check_clocks()
-    check_clocks()
-
-
 def test_gradients_that_wait_on_the_slots_belong_to_the_streams_of_the_step(slots, root):
     """Operators on sharded tensors run on the streams that operators with a graph have used, here other ones."""
     model = fully_shard(nn.Linear(64, 64).to(root), devices=slots)
@@ -59,78 +38,6 @@ def test_gradients_that_wait_on_the_slots_belong_to_the_streams_of_the_step(slot
         optimizer.step()
         optimizer.zero_grad()
         check_clocks()
-
-
-def step_in_hooks(model: nn.Module) -> None:
-    """Each parameter gets an optimizer of its own, which steps and drops the gradient as soon as that is complete."""
-    optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters() if p.requires_grad}
-
-    def step(parameter: nn.Parameter) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in optimizers:
-        parameter.register_post_accumulate_grad_hook(step)
-
-
-def halve(model: nn.Module) -> None:
-    """Writes all parameters."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
-
-
-class TestBackwardOnOtherStreamsThanTheForward:
-    """When it returns, the streams that were current where it was called are behind all that it has launched."""
-
-    @pytest.fixture
-    def model(self, slots) -> nn.Module:
-        # The first layers get no gradients. In backward the last ones are gathered again beside small units.
-        return sequence(slots, 64, 64, 64, 256, 64)
-
-    @pytest.fixture(params=["all devices", "the first device"])
-    def others(self, request, slots) -> dict[torch.device, torch.Stream]:
-        return {device: torch.Stream(device) for device in slots[: 1 if "first" in request.param else None]}
-
-    @pytest.mark.parametrize("in_hooks", [False, True])
-    @pytest.mark.parametrize("frozen", [False, True])
-    @pytest.mark.parametrize("passes", [1, 2])
-    def test_an_optimizer_may_step_on_them(self, model, others, passes, in_hooks, frozen, root):
-        model[0].requires_grad_(not frozen)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-        if in_hooks:
-            step_in_hooks(model)
-        for _ in range(3):
-            for left in reversed(range(passes)):
-                model.set_is_last_backward(left == 0)
-                loss = model(torch.randn(6, 64, device=root, requires_grad=frozen)).square().mean()
-                with streams_joined(others):
-                    loss.backward()
-                    if left == 0 and not in_hooks:
-                        optimizer.step()
-                        optimizer.zero_grad()
-            check_clocks()
-
-    def test_parameters_may_be_written_after_a_pass_that_is_not_the_last(self, model, others, root):
-        model.set_is_last_backward(False)
-        model[0].requires_grad_(False)
-        model[1].set_modules_to_backward_prefetch([model[0]])  # in vain
-        for _ in range(2):
-            loss = model(torch.randn(6, 64, device=root)).square().mean()
-            with streams_joined(others):
-                loss.backward()
-                halve(model)
-            check_clocks()
-
-    def test_gradients_of_inputs_alone(self, model, others, root):
-        """Parameters are read as long as that lasts, and may be written afterwards."""
-        x = torch.randn(6, 64, device=root, requires_grad=True)
-        for _ in range(2):
-            loss = model(x).square().mean()
-            with streams_joined(others):
-                torch.autograd.grad(loss, x)
-                halve(model)
-            check_clocks()
 
 
 def step_of(slots: list[Any], width: int, policy: MixedPrecisionPolicy, monkeypatch: Any) -> tuple[int, int]:

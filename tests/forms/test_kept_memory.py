@@ -1,14 +1,14 @@
 """Copies of tensors that stay have the source's values at every call, also if ``forward`` gives them other memory."""
 
-import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
-from kept import Branched, gradients, loss, numbers, settled, with_kept_replicas
-from loops import adamw, assert_same_loop, mean_square, waits
+from kept import Branched, gradients, loss, numbers
+from loops import SMALL
 from torch import Tensor, nn
 
+from dataparallel.composable import replicate
 from dataparallel.testing.cases import seeded
 
 
@@ -34,26 +34,26 @@ class Moved(nn.Module):
 
     def __init__(self, name: str, move: Callable[[Tensor], object]) -> None:
         super().__init__()
-        self.linear, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.linear, self.fixed = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
         self.unused = nn.Linear(4, 4)
         self.name, self.move = name, move
         self.seen: list[dict[str, Tensor]] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen.append({name: tensor.detach().cpu().clone() for name, tensor in self.named_parameters()})
-        y = self.frozen(torch.tanh(self.linear(x)))
+        y = self.fixed(torch.tanh(self.linear(x)))
         with torch.no_grad():
             self.move(self.get_parameter(self.name))
         return y
 
 
-@pytest.mark.parametrize("name", ["linear.weight", "frozen.weight", "unused.weight"])
+@pytest.mark.parametrize("name", ["linear.weight", "fixed.weight", "unused.weight"])
 @pytest.mark.parametrize("how", MOVES)
 def test_every_replica_has_the_sources_values_at_each_call(
     slots: list, root: torch.device, how: str, name: str
 ) -> None:
     moved = seeded(Moved, name, MOVES[how])().to(root)
-    wrapped = with_kept_replicas(moved, slots)
+    wrapped = replicate(moved, devices=slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for context in (torch.enable_grad, torch.enable_grad, torch.enable_grad, torch.no_grad, torch.inference_mode) * 2:
         with torch.no_grad():
@@ -76,7 +76,10 @@ def test_a_graph_whose_values_are_gone_raises_as_on_one_device(
 ) -> None:
     """The second forward writes other values to the memory that the first one's backward would read."""
     x = numbers(root, 2 * len(slots) + 1)
-    wrapped = settled(net, slots, x)
+    wrapped = replicate(net, devices=slots, **SMALL)
+    for _ in range(2):
+        loss(wrapped(x)).backward()
+        net.zero_grad()
     leaf = x.clone().requires_grad_()
     value = loss(wrapped(leaf))
     with torch.no_grad():
@@ -87,58 +90,20 @@ def test_a_graph_whose_values_are_gone_raises_as_on_one_device(
     assert gradients(net) == [None] * len(gradients(net))
 
 
-class Flattened(nn.Module):
-    """An LSTM that lays its weights one after the other at each forward, as ``flatten_parameters`` does on CUDA."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(4, 5, batch_first=True, bidirectional=True), nn.Linear(10, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.lstm._flat_weights
-        with torch.no_grad():
-            flat = torch.cat([weight.flatten() for weight in weights])
-            for weight, part in zip(weights, flat.split([weight.numel() for weight in weights]), strict=True):
-                weight.set_(part.view(weight.shape))
-        return self.head(self.lstm(x)[0])
-
-
-@pytest.mark.slots(3, long=[2, 8])
-def test_an_lstm_that_flattens_its_parameters_trains_as_on_one_device(slots, root):
-    def loop(net):
-        optimizer = adamw(net)
-        outputs = []
-        for step, micro in itertools.product(range(4), range(2)):
-            generator = torch.Generator().manual_seed(2 * step + micro)
-            x = torch.randn(2 * len(slots) + 1, 3, 4, dtype=torch.float64, generator=generator).to(root)
-            with waits(net) if micro == 0 else torch.enable_grad():
-                outputs.append(net(x))
-                mean_square(outputs[-1]).backward()
-            if micro:
-                optimizer.step()
-                optimizer.zero_grad()
-                with torch.no_grad():
-                    outputs.append(net.eval()(x))
-                net.train()
-        return outputs
-
-    assert_same_loop(loop, slots, seeded(Flattened))
-
-
 class Sparse(nn.Module):
     """Has a weight in COO layout, and the same layout in a frozen parameter and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4).relu().to_sparse())
-        self.frozen = nn.Parameter(torch.randn(4, 4).relu().to_sparse(), requires_grad=False)
+        self.fixed = nn.Parameter(torch.randn(4, 4).relu().to_sparse(), requires_grad=False)
         self.register_buffer("graph", torch.eye(4).to_sparse())
         self.seen: list[list[Tensor]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        tensors = [self.weight, self.frozen, self.graph]
+        tensors = [self.weight, self.fixed, self.graph]
         self.seen.append([tensor.detach().cpu().to_dense() for tensor in tensors])
-        y = torch.sparse.mm(self.graph, torch.sparse.mm(self.frozen, x.t()))
+        y = torch.sparse.mm(self.graph, torch.sparse.mm(self.fixed, x.t()))
         return torch.sparse.mm(self.weight, y).t()
 
 
@@ -153,19 +118,19 @@ def with_another_pattern(tensor: Tensor, step: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.parametrize("name", ["weight", "frozen", "graph"])
+@pytest.mark.parametrize("name", ["weight", "fixed", "graph"])
 @pytest.mark.parametrize("change", [scaled, with_another_pattern])
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad])
 def test_a_change_in_place_reaches_all_replicas(
     slots: list, root: torch.device, change: Callable, name: str, context: Callable
 ) -> None:
     net = seeded(Sparse)().to(root)
-    wrapped = with_kept_replicas(net, slots)
+    wrapped = replicate(net, devices=slots)
     x = torch.ones(len(slots), 4, dtype=torch.float64, device=root)
     for step in range(4):
         with torch.no_grad():
             change(getattr(net, name), step)
-        expected = [tensor.detach().cpu().to_dense() for tensor in (net.weight, net.frozen, net.graph)]
+        expected = [tensor.detach().cpu().to_dense() for tensor in (net.weight, net.fixed, net.graph)]
         net.seen.clear()
         with context():
             output = wrapped(x)

@@ -62,19 +62,6 @@ class TestForwardMethods:
             register_forward_method(affine, "sizes")
 
 
-class TestGradientSync:
-    def test_no_sync_ends_with_what_was_before(self, layers, slots):
-        state = replicate.state(replicate(layers, devices=slots))
-        for before in (True, False):
-            layers.set_requires_gradient_sync(before)
-            with layers.no_sync():
-                assert not state.tensors.sums.are_on
-            assert state.tensors.sums.are_on is before
-            with pytest.raises(KeyError), layers.no_sync():
-                raise KeyError
-            assert state.tensors.sums.are_on is before
-
-
 class TestRefusedAtApplication:
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),

@@ -97,22 +97,3 @@ def test_former_copies_are_gone_when_new_ones_are_made(slots: list, root: torch.
     module(batch(module)).sum()  # in buckets of another order
     assert before > 2_000_000
     assert torch.sim.max_memory_allocated(slots[-1]) < 1.2 * before
-
-
-def test_void_gradients_do_not_come_back_by_a_pass_over_former_buckets(slots: list, root: torch.device) -> None:
-    """The first graph is older than the order of gradients, so its buckets are others."""
-    found = []
-    for module in (build(root), replicate(build(root), devices=slots)):
-        x = batch(module)
-        waits = nullcontext if type(module) is nn.Linear else module.no_sync
-        older = module(x).sum()
-        with waits():
-            older.backward(retain_graph=True)
-        newer = module(x).sum()
-        with waits():
-            newer.backward()
-        module.zero_grad(set_to_none=False)
-        older.backward()
-        module(x).sum().backward()
-        found.append([module.weight.grad, module.bias.grad])
-    torch.testing.assert_close(*found)

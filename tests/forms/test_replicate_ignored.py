@@ -173,26 +173,18 @@ class TestTheyAreHandedOverAsTheyAre:
         return rows
 
     @pytest.mark.parametrize("record", [True, False])
-    def test_modules(self, net, slots, batch, record):
-        replicate(net, devices=slots, ignored_modules=[net[1]])
+    @pytest.mark.parametrize("what", ["a module", "parameters"])
+    def test_and_nothing_else_is(self, net, slots, batch, record, what):
+        ignored = [*net[1].parameters()] if what == "a module" else [net[0].weight, net[1][1].bias]
+        given = {"ignored_modules": [net[1]]} if what == "a module" else {"ignored_params": ignored}
+        replicate(net, devices=slots, **given)
         with torch.set_grad_enabled(record):
             rows = self.seen_by_replicas(net, batch)
         for modules, parameters in rows:
             assert modules[1] is not net[0]
-            assert modules[2] is net[1]
-            assert all(map(lambda a, b: a is b, parameters[2:], net[1].parameters()))
-            assert all(parameter is not weight for parameter in parameters[:2] for weight in net.parameters())
-
-    @pytest.mark.parametrize("record", [True, False])
-    def test_parameters(self, net, slots, batch, record):
-        replicate(net, devices=slots, ignored_params=[net[0].weight, net[1][1].bias])
-        with torch.set_grad_enabled(record):
-            rows = self.seen_by_replicas(net, batch)
-        for modules, parameters in rows:
-            assert parameters[0] is net[0].weight
-            assert parameters[3] is net[1][1].bias
-            assert parameters[1] is not net[0].bias
-            assert modules[2] is not net[1]
+            assert (modules[2] is net[1]) == (what == "a module")
+            for found, own in zip(parameters, net.parameters(), strict=True):
+                assert (found is own) == any(own is each for each in ignored)
 
     def test_a_parameter_of_an_ignored_module_everywhere(self, net, slots, batch):
         net[1][1].weight = net[0].weight

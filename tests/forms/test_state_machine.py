@@ -1,67 +1,119 @@
-"""Random programs around a model in each form give what one device gives, in float64 to 1e-9.
+"""What users do with a model in each form, in any order, gives what one device gives, in float64 to 1e-9.
 
-A program is a list of what users do: forwards and backwards in any order, gradients that wait, optimizers, writes to
-parameters, layers that are frozen, loaded values, every setter, layers that fail. Beside the model its twin does the
-same on one device; after each step outputs, gradients (also which are `None`), values and buffers are compared. On
-simulated devices and the stand-in the clocks look at all of it. At the end of a program a simulated device has as many
-bytes as it has for a new model, and none once the model is gone.
+A tree of layers is drawn, and then steps: forwards and backwards in any order, gradients that wait, penalties,
+optimizers, writes to parameters, layers that are frozen, loaded values, every setter, layers that fail, devices without
+room. Beside the model its twin does the same on one device, and outputs, gradients (also which are `None`), values and
+buffers are compared. On simulated devices and the stand-in the clocks look at all of it, and at the end a device has as
+many bytes as it has for a new model, and none once the model is gone.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from loops import wait_for_the_engine
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel
-from dataparallel.composable import CPUOffloadPolicy, fully_shard, replicate
+from dataparallel.comm.streams.current import streams_joined
+from dataparallel.composable import CPUOffloadPolicy, fully_shard
+from dataparallel.composable import replicate as replicate_
+from dataparallel.sharded import Shard
 from dataparallel.testing.cases import seeded
 from dataparallel.testing.steps import assert_equal
 from fragile import MARK, Fragile
 from memory import allocated
 from nogpu.pytest import settle
-from sharded_steps import on_device, sharded, whole
+from sharded_steps import on_device, whole
 
-WIDTH, LAYERS = 6, 3
-UNITS = LAYERS + 3
+WIDTH = 6
+
+
+@dataclass(frozen=True)
+class How:
+    """One layer of the tree.
+
+    Attributes:
+        is_unit: it is sharded by itself.
+        calls: how often what is around it calls it.
+        recomputed: ``use_reentrant`` of a checkpoint around its calls, or `None` without one.
+        works_in_place: its first operator changes its input.
+        below: its children.
+    """
+
+    is_unit: bool = True
+    calls: int = 1
+    recomputed: bool | None = None
+    works_in_place: bool = False
+    below: tuple[How, ...] = ()
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Of units alone. The unit around another layer may be free when that is recomputed in another backward."""
+        return bool(self.recomputed) and self.is_unit
+
+
+class Layer(Fragile):
+    def __init__(self, how: How) -> None:
+        super().__init__(WIDTH)
+        self.how, self.below = how, nn.ModuleList(map(Layer, how.below))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # torch cannot recompute what changes the input of its checkpoint.
+        x = x.mul_(0.98) if self.how.works_in_place and self.how.recomputed is None else x
+        return run(self.below, super().forward(x))
+
+
+def run(layers: Any, x: Tensor) -> Tensor:
+    for layer in layers:
+        for _ in range(layer.how.calls):
+            how = layer.how
+            x = layer(x) if how.recomputed is None else checkpoint(layer, x, use_reentrant=how.is_reentrant)
+    return x
 
 
 class Net(nn.Module):
-    """An embedding and layers that are units, one that only some samples take, layers of the model's own, a buffer."""
+    """An embedding, the tree, a layer that only some samples take, a layer of the model's own, and a buffer.
 
-    def __init__(self) -> None:
+    ``ties``: the first two layers share a weight, and are one unit.
+    """
+
+    def __init__(self, tree: tuple[How, ...], ties: bool) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(5, WIDTH)
-        self.layers = nn.ModuleList(Fragile(WIDTH) for _ in range(LAYERS))
-        self.branch = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, 3)
+        self.embedding, self.ties = nn.Embedding(5, WIDTH), ties
+        self.layers = nn.ModuleList(map(Layer, tree))
+        if ties:
+            self.layers[1].linear.weight = self.layers[0].linear.weight
+        self.branch, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
         self.register_buffer("calls", torch.zeros(()))
 
-    def units(self) -> list[Any]:
-        return [self.embedding, *self.layers, self.branch]
+    def units(self) -> list[list[Any]]:
+        """The modules of each unit, children first; the net itself is the last."""
+        alone = [layer for layer in self.below(self) if layer.how.is_unit]
+        pair = [*self.layers[:2]] if self.ties else []
+        first = [pair] if pair else []
+        return [[self.embedding], *first, *([each] for each in alone if each not in pair), [self.branch], [self]]
+
+    def below(self, module: Any) -> Iterator[Layer]:
+        for layer in module.layers if module is self else module.below:
+            yield from self.below(layer)
+            yield layer
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        y = x + self.embedding((x[:, 1].detach() * 3).long() % 5)
-        for layer in self.layers:
-            y = layer(y)
+        y = run(self.layers, x + self.embedding((x[:, 1].detach() * 3).long() % 5))
         if (x[:, 0] > 1).any():
             y = torch.where(x[:, :1] > 1, y + self.branch(y), y)
         return self.last(y if self.training else y.sin())
@@ -93,69 +145,104 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
 }
 UNCOUNTED = ("data of shards", "a view of data")
 
+PENALTIES: dict[str, Callable[[Tensor], Any]] = {
+    "square": lambda p: (p * p).sum(),
+    "sum": lambda p: 3 * p.sum(),  # its gradient is plain, and sharded when it is accumulated
+    "norm": lambda p: p.norm(),
+}
 
 sizes = st.sampled_from([8, 9, 7, 6, 5, 4, 3, 2, 1])
-units = st.integers(0, UNITS - 1)
+counts = st.sampled_from([3, 2, 4, 1])
+units = st.integers(0, 11)
+streams = st.sampled_from([0, 0, 0, 1, 4])
 takes = st.sampled_from([0, 0, 1, 2, 256, 511]) | st.integers(0, 511)
+penalties = st.sampled_from([None, None, None, "of the input", *PENALTIES])
 
 
-class RandomSteps(RuleBasedStateMachine):
+def layers(below: st.SearchStrategy[tuple[How, ...]]) -> st.SearchStrategy[How]:
+    calls = st.sampled_from([1, 1, 1, 2, 0])
+    return st.builds(
+        How, st.booleans(), calls, st.sampled_from([None, None, None, True, False]), st.booleans(), below=below
+    )
+
+
+trees = st.lists(layers(st.just(()) | st.tuples(layers(st.just(())))), min_size=1, max_size=3).map(tuple)
+
+
+class Steps(RuleBasedStateMachine):
     """A model of a form and its twin. What is not comparable meanwhile: gradients that wait, and sums on their way."""
 
     form = ""
     make_slots: Callable[[int], list[Any]]
 
     @initialize(
-        count=st.sampled_from([3, 2, 4, 1]),
+        tree=trees,
+        ties=st.booleans(),
+        count=counts,
         reshard=st.sampled_from([None, True, False, 2]),
-        offloads=st.booleans(),
-        small_buckets=st.booleans(),
+        chosen=st.fixed_dictionaries(
+            dict.fromkeys(["is_offloaded", "by_columns", "has_small_buckets", "is_output_elsewhere"], st.booleans())
+        ),
         has_hooks=st.booleans(),
     )
     def make(
-        self, count: int, reshard: bool | int | None, offloads: bool, small_buckets: bool, has_hooks: bool
+        self, tree: tuple[How, ...], ties: bool, count: int, reshard: Any, chosen: dict[str, bool], has_hooks: bool
     ) -> None:
-        self.slots = self.make_slots(count)
-        self.root = torch.device(self.slots[0])
-        self.count = count
-        options: dict[str, Any] = {}
-        if self.form == "fully_shard":
-            options = {"reshard_after_forward": self.groups(reshard)}
-            options |= {"offload_policy": CPUOffloadPolicy()} if offloads else {}
-        elif small_buckets:
-            options = {"bucket_cap_mb": 600 / 2**20}
-            options |= {"first_bucket_mb": 64 / 2**20} if self.form == "replicate" else {}
-        self.options = options
-        self.twin = on_device(seeded(Net), self.root)
-        self.without_model = allocated(self.slots)
-        self.build()
-        self.has_hooks = has_hooks
-        if has_hooks:
-            self.add_hooks()
-        self.factors: dict[nn.Module, list[float]] = {unit: [1.0, 1.0] for unit in [*self.twin.units(), self.twin]}
-        for unit, factors in self.factors.items():
-            own = unit.last if unit is self.twin else unit
-            for parameter in own.parameters():
+        if ties:  # two layers make one unit, so they are called once, one after the other
+            tree = (How(), How(), *tree)
+        self.build_plain = seeded(Net, tree, ties)
+        self.takes_reentrantly = any(each.how.is_reentrant for each in self.layers_of(self.build_plain()))
+        self.devices = [*dict.fromkeys(map(torch.device, self.make_slots(4)))]
+        self.root = self.devices[0]
+        self.reshard, self.chosen, self.has_hooks = reshard, chosen, has_hooks
+        self.twin = on_device(self.build_plain, self.root)
+        self.without_model = allocated(self.devices)
+        self.factors: dict[nn.Module, list[float]] = {modules[-1]: [1.0, 1.0] for modules in self.twin.units()}
+        hooked: set[Tensor] = set()
+        for factors, modules in zip(self.factors.values(), self.twin.units(), strict=True):
+            for parameter in (p for module in modules for p in module.parameters() if p not in hooked):
                 parameter.register_hook(lambda gradient, factors=factors: gradient * factors[0] / factors[1])
-        self.has_hook = self.may_stay_full = self.is_unsharded = False
+                hooked.add(parameter)
+        if has_hooks:
+            self.twin.last.weight.register_hook(lambda gradient: gradient * 0.5)
+        self.of_twin = torch.optim.SGD(self.twin.parameters(), lr=0.05, momentum=0.5, weight_decay=0.01)
         self.seeds = itertools.count()
-        self.pending: list[tuple[Tensor, Tensor, Any]] = []
+        self.build(count)
+
+    def build(self, count: int) -> None:
+        """A new model on so many slots. The twin stays."""
+        self.count, self.slots = count, self.make_slots(count)
+        self.net: Any = on_device(self.build_plain, self.root)
+        options: dict[str, Any] = {"output_device": "cpu" if self.chosen["is_output_elsewhere"] else None}
+        if self.is_sharded:
+            self.call = self.shard(options)
+        else:
+            if self.chosen["has_small_buckets"]:
+                options |= {"bucket_cap_mb": 600 / 2**20}
+                options |= {"first_bucket_mb": 64 / 2**20} if self.form == "replicate" else {}
+            self.call = {"replicate": replicate_, "DataParallel": DataParallel}[self.form](
+                self.net, devices=self.slots, **options
+            )
+        self.parameters = dict(self.net.named_parameters())
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.5, weight_decay=0.01)
+        if self.has_hooks:
+            self.add_hooks()
+        for factors in self.factors.values():
+            factors[:] = [1.0, 1.0]
+        self.has_comm_hook = self.may_stay_full = self.is_unsharded = False
+        self.pending: list[tuple[Tensor, Tensor, Any, Any]] = []
         self.waits = self.on_their_way = self.may_be_zeros = False
         self.syncs, self.is_last = True, True
 
-    def build(self) -> None:
-        self.net: Any = on_device(seeded(Net), self.root)
-        if self.form == "fully_shard":
-            self.call = sharded(self.net, self.slots, **self.options)
-        elif self.form == "replicate":
-            self.call = replicate(self.net, devices=self.slots, **self.options)
-        else:
-            self.call = DataParallel(self.net, self.slots, **self.options)
-        self.parameters = dict(self.net.named_parameters())
-        self.optimizers = [
-            torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.5, weight_decay=0.01)
-            for each in (self.net, self.twin)
-        ]
+    def shard(self, options: dict[str, Any]) -> Any:
+        of_units: dict[str, Any] = {"devices": self.slots, "reshard_after_forward": self.groups(self.reshard)}
+        if self.chosen["is_offloaded"]:
+            of_units["offload_policy"] = CPUOffloadPolicy()
+        if self.chosen["by_columns"] and WIDTH % self.count == 0:
+            of_units["shard_placement_fn"] = lambda p: Shard(1) if p.dim() > 1 else None
+        for modules in self.net.units():
+            fully_shard(modules, **of_units, **(options if modules == [self.net] else {}))
+        return self.net
 
     def add_hooks(self) -> None:
         """They look at the module, which lists its own parameters whenever other code runs."""
@@ -166,8 +253,10 @@ class RandomSteps(RuleBasedStateMachine):
 
         for parameter in self.parameters.values():
             parameter.register_post_accumulate_grad_hook(lists_its_parameters)
-        for parameter in (self.net.last.weight, self.twin.last.weight):
-            parameter.register_hook(lambda gradient: gradient * 0.5)
+        self.net.last.weight.register_hook(lambda gradient: gradient * 0.5)
+
+    def layers_of(self, net: Any) -> list[Layer]:
+        return [*net.below(net)]
 
     def groups(self, reshard: Any) -> Any:
         return reshard if reshard is None or isinstance(reshard, bool) or self.count == 4 else True
@@ -188,6 +277,8 @@ class RandomSteps(RuleBasedStateMachine):
     @rule()
     def look(self) -> None:
         twin = dict(self.twin.named_parameters())
+        if not self.is_unsharded:
+            assert [*map(id, self.net.parameters())] == [*map(id, self.parameters.values())]
         assert_equal(whole(self.parameters), whole(twin), "values", atol=1e-9)
         assert_equal(whole(self.net.calls), whole(self.twin.calls), "buffer", atol=0)
         if self.waits or self.on_their_way:
@@ -210,28 +301,43 @@ class RandomSteps(RuleBasedStateMachine):
     # Forwards and backwards.
 
     @precondition(lambda self: len(self.pending) < 3)
-    @rule(size=sizes, takes=takes, input_needs_gradient=st.booleans(), with_event=st.booleans())
-    def forward(self, size: int, takes: int, input_needs_gradient: bool, with_event: bool) -> None:
+    @rule(size=sizes, takes=takes, needs=st.booleans(), with_event=st.booleans(), streams=streams, penalty=penalties)
+    def forward(self, size: int, takes: int, needs: bool, with_event: bool, streams: int, penalty: str | None) -> None:
         if with_event and self.is_sharded and self.root.type != "cpu":
             self.net.set_post_optim_event([torch.accelerator.current_stream(d).record_event() for d in {*self.slots}])
         x = self.batch(size, takes)
-        leaves = [x.clone().requires_grad_(input_needs_gradient) for _ in range(2)]
-        found, expected = (call(leaf) for call, leaf in zip((self.call, self.twin), leaves, strict=True))
+        can_penalise = not self.has_comm_hook and all(factors == [1.0, 1.0] for factors in self.factors.values())
+        penalty = penalty if can_penalise and not (self.takes_reentrantly and penalty == "of the input") else None
+        leaves = [x.clone().requires_grad_(needs or penalty == "of the input") for _ in range(2)]
+        with self.on_other_streams(streams):
+            found, expected = (call(leaf) for call, leaf in zip((self.call, self.twin), leaves, strict=True))
         self.on_their_way = False
         assert found.requires_grad == expected.requires_grad
         if found.requires_grad:
-            self.pending.append((loss_of(found), loss_of(expected), leaves))
+            losses = [loss_of(found), loss_of(expected)]
+            if penalty is not None:
+                parameters = [self.parameters.values(), [*self.twin.parameters()]]
+                losses = [*map(self.penalised, losses, leaves, parameters, [penalty] * 2)]
+            self.pending.append((*losses, leaves, penalty))
         else:
             assert_equal(whole(found), whole(expected), "outputs", atol=1e-9)
+
+    def penalised(self, loss: Tensor, leaf: Tensor, parameters: Any, penalty: str) -> Tensor:
+        """With the square of the input's gradient, or with what parameters bring past the units."""
+        if penalty == "of the input":
+            (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+            return loss + gradient.square().sum().to(loss.device)
+        chosen = [parameter for parameter in parameters if parameter.requires_grad][::2]
+        return loss + sum(PENALTIES[penalty](parameter).to(loss.device) for parameter in chosen)
 
     @precondition(lambda self: not self.pending)
     @rule(batches=st.lists(st.tuples(sizes, takes, st.booleans()), min_size=1, max_size=4), sums=st.booleans())
     def micro_batches(self, batches: list[tuple[int, int, bool]], sums: bool) -> None:
         """The gradients of some wait."""
         for size, takes, quietly in batches:
-            self.forward(size, takes, False, False)
+            self.forward(size, takes, False, False, 0, None)
             if self.pending:
-                self.backward(0, False, quietly)
+                self.backward(0, False, quietly, 0)
         if sums:
             self.step_that_sums(*batches[0][:2])
 
@@ -251,20 +357,35 @@ class RandomSteps(RuleBasedStateMachine):
             self.pending = [graph for graph in self.pending if not any(graph is each for each in chosen)]
         self.on_their_way = self.is_sharded and not self.is_last
         self.waits = self.waits or not self.syncs
-        for *losses, leaves in chosen:
+        for *losses, leaves, _ in chosen:
             assert_equal(*map(whole, losses), "losses", atol=1e-9)
             assert_equal(*(whole(leaf.grad) for leaf in leaves), "gradients of the input", atol=1e-9)
 
     @precondition(lambda self: self.pending)
-    @rule(number=st.none() | st.integers(0, 2), retain=st.booleans(), quietly=st.booleans())
-    def backward(self, number: int | None, retain: bool, quietly: bool) -> None:
-        if quietly and self.is_composable:
+    @rule(number=st.none() | st.integers(0, 2), retain=st.booleans(), quietly=st.booleans(), streams=streams)
+    def backward(self, number: int | None, retain: bool, quietly: bool, streams: int) -> None:
+        with self.on_other_streams(streams):
+            if not (quietly and self.is_composable):
+                self.run_backward(number, retain)
+                if streams:  # which are behind all sums
+                    self.look()
+                return
             before, self.syncs = self.syncs, False
             with self.net.no_sync():
                 self.run_backward(number, retain)
             self.syncs = before
-        else:
-            self.run_backward(number, retain)
+
+    def on_other_streams(self, count: int) -> Any:
+        """On so many of the devices."""
+        return streams_joined({} if self.root.type == "cpu" else {d: torch.Stream(d) for d in self.devices[:count]})
+
+    @precondition(lambda self: not self.takes_reentrantly)
+    @rule(size=sizes, takes=takes)
+    def gradients_of_the_input_alone(self, size: int, takes: int) -> None:
+        """No parameter gets one."""
+        x = self.batch(size, takes).requires_grad_()
+        assert_equal(*(torch.autograd.grad(loss_of(call(x)), x) for call in (self.call, self.twin)), "", atol=1e-9)
+        self.on_their_way = False
 
     @rule(size=sizes, takes=takes)
     def step_that_sums(self, size: int, takes: int = 1) -> None:
@@ -274,7 +395,7 @@ class RandomSteps(RuleBasedStateMachine):
         if self.is_sharded:
             self.net.set_is_last_backward(True)
         self.syncs = self.is_last = True
-        x = self.batch(size, takes | self.has_hook)
+        x = self.batch(size, takes | self.has_comm_hook)
         for call in (self.call, self.twin):
             output = call(x)
             if output.requires_grad:
@@ -287,19 +408,18 @@ class RandomSteps(RuleBasedStateMachine):
     @rule(set_to_none=st.booleans(), by_optimizer=st.booleans())
     def zero_grad(self, set_to_none: bool, by_optimizer: bool = False) -> None:
         self.may_be_zeros = (self.may_be_zeros or self.waits) and not set_to_none
-        for each in self.optimizers if by_optimizer else self.both():
+        for each in (self.optimizer, self.of_twin) if by_optimizer else self.both():
             each.zero_grad(set_to_none)
         self.waits = self.on_their_way = False
 
+    @precondition(lambda self: not (self.waits or self.on_their_way or self.may_be_zeros))
     @rule(clips=st.booleans())
     def optimizer_step(self, clips: bool) -> None:
-        if self.waits or self.on_their_way or self.may_be_zeros:
-            return
         if clips:
             norms = [nn.utils.clip_grad_norm_(each, 0.5) for each in (self.parameters.values(), self.twin.parameters())]
             assert_equal(*map(whole, norms), "norms", atol=1e-9)
         self.pending.clear()
-        for optimizer in self.optimizers:
+        for optimizer in (self.optimizer, self.of_twin):
             optimizer.step()
 
     @rule(how=st.sampled_from([*WRITES]), factor=st.sampled_from([0.5, 0.9, -1.0]), which=st.integers(0, 20))
@@ -314,10 +434,10 @@ class RandomSteps(RuleBasedStateMachine):
         if how in UNCOUNTED and self.may_stay_full:
             self.reshard_all()
 
-    @rule(factor=st.sampled_from([0.5, 1.0, -0.9]), fully=st.booleans())
-    def load_state_dict(self, factor: float, fully: bool) -> None:
+    @rule(factor=st.sampled_from([0.5, 1.0, -0.9]))
+    def load_state_dict(self, factor: float) -> None:
         self.pending.clear()
-        values = {name: value * factor for name, value in seeded(Net)().state_dict().items()}
+        values = {name: value * factor for name, value in self.build_plain().state_dict().items()}
         values["calls"] = self.twin.calls.clone()
         self.twin.load_state_dict(values)
         if self.is_sharded:
@@ -325,21 +445,42 @@ class RandomSteps(RuleBasedStateMachine):
         else:
             self.net.load_state_dict(values)
 
-    @rule()
-    def converts(self) -> None:
-        self.pending.clear()
-        if self.waits or self.on_their_way:
-            return
-        for each in self.both():
-            each.float().double()
+    @precondition(lambda self: not (self.waits or self.on_their_way))
+    @rule(count=counts)
+    def goes_on_with_other_slots(self, count: int) -> None:
+        """In a new model, with an optimizer that has no state yet."""
+        self.zero_grad(True)
+        flags, mode = [p.requires_grad for p in self.twin.parameters()], self.twin.training
+        if self.is_sharded:
+            saved = fully_shard.full_state_dict(self.net, self.optimizer)
+            self.build(count)
+            fully_shard.load_full_state_dict(self.net, saved, self.optimizer)
+        else:
+            saved = self.net.state_dict(), self.optimizer.state_dict()
+            self.build(count)
+            self.net.load_state_dict(saved[0])
+            self.optimizer.load_state_dict(saved[1])
+        for parameter, flag in zip(self.parameters.values(), flags, strict=True):
+            parameter.requires_grad_(flag)
+        self.net.train(mode)
 
-    @precondition(lambda self: not ((self.is_sharded or self.has_hook) and (self.waits or self.pending)))
-    @rule(which=st.integers(0, LAYERS + 2), flag=st.booleans())
+    @precondition(lambda self: not (self.waits or self.on_their_way))
+    @rule(moves=st.booleans())
+    def converts(self, moves: bool) -> None:
+        self.pending.clear()
+        if moves and not self.chosen["is_offloaded"]:
+            self.net.cpu().to(self.root.type if self.is_sharded else self.root)
+        else:
+            for each in self.both():
+                each.float().double()
+
+    @precondition(lambda self: not ((self.is_sharded or self.has_comm_hook) and (self.waits or self.pending)))
+    @rule(which=units, flag=st.booleans())
     def freeze(self, which: int, flag: bool) -> None:
         if self.is_sharded:
             self.reshard_all()  # copies that are full take no flag
         for each in self.both():
-            [*each.units(), each.last][which].requires_grad_(not flag)
+            [each.embedding, *self.layers_of(each), each.branch, each.last][which % 4].requires_grad_(not flag)
 
     @rule(mode=st.booleans(), forgets=st.booleans())
     def train_or_eval(self, mode: bool, forgets: bool) -> None:
@@ -349,11 +490,11 @@ class RandomSteps(RuleBasedStateMachine):
         if forgets:
             self.pending.clear()
 
-    # Layers that fail.
+    # Layers that fail, and devices without room.
 
     @rule(
         kind=st.sampled_from(["forward", "hook", "backward"]),
-        layer=st.integers(0, LAYERS - 1),
+        layer=st.integers(0, 8),
         size=sizes,
         mark=st.integers(0, 8),
         quietly=st.booleans(),
@@ -361,20 +502,42 @@ class RandomSteps(RuleBasedStateMachine):
     )
     def a_layer_fails(self, kind: str, layer: int, size: int, mark: int, quietly: bool, at_once: bool) -> None:
         """The next step may follow at once, though threads of other devices may be in the backward that has failed."""
+        called = [each for each in self.net.layers if each.how.calls]
+        if not called:
+            return
         x = self.batch(size, 0, mark % size).requires_grad_()  # so that backward comes to the layer
-        fails, calls = self.net.layers[layer].fails, self.twin.calls.clone()
+        fails, calls = called[layer % len(called)].fails, self.twin.calls.clone()
         fails[0] = kind
         block = self.net.no_sync() if quietly and self.is_composable else nullcontext()
         with pytest.raises(ArithmeticError, match="in forward" if kind == "forward" else "in a"), block:
             loss_of(self.call(x)).backward()
         fails[0] = ""
+        self.after_an_error(calls, kind != "forward", at_once and self.is_sharded)
+
+    def after_an_error(self, calls: Tensor, came_to_backward: bool = True, at_once: bool = False) -> None:
         for each in self.both():
             each.calls.copy_(calls)
         self.on_their_way = False
-        if kind != "forward":
-            if not (at_once and self.is_sharded):
+        # A graph that was recorded keeps full parameters, and says so if a call that fails has gathered them again.
+        self.pending = [graph for graph in self.pending if not (self.is_sharded and graph[-1] == "of the input")]
+        if came_to_backward:
+            if not at_once:
                 wait_for_the_engine(self.slots)
             self.zero_grad(True)
+
+    @precondition(lambda self: self.root.type == "sim")
+    @rule(size=sizes, spare=st.sampled_from([0, 500, 1000, 2000, 4000, 8000]), which=st.integers(0, 3))
+    def a_device_has_no_room(self, size: int, spare: int, which: int) -> None:
+        """For a copy, a gather, an activation, a gradient or a sum; or it has enough."""
+        x, device, calls = self.batch(size, 1), self.slots[which % self.count], self.twin.calls.clone()
+        torch.sim.set_memory_capacity(torch.sim.memory_allocated(device) + spare, device)
+        try:
+            loss_of(self.call(x)).backward()
+        except torch.OutOfMemoryError:
+            pass
+        finally:
+            torch.sim.set_memory_capacity(None, device)
+        self.after_an_error(calls)
 
     # Options and setters.
 
@@ -390,7 +553,8 @@ class RandomSteps(RuleBasedStateMachine):
         self.net.set_requires_gradient_sync(flag)
         self.syncs = flag
 
-    @precondition(lambda self: self.form == "replicate" and not (self.waits or self.pending or self.has_hook))
+    @precondition(lambda self: self.form == "replicate" and not (self.waits or self.pending or self.has_comm_hook))
+    @precondition(lambda self: not self.takes_reentrantly)  # which nests backwards: refused
     @precondition(lambda self: not self.has_hooks)  # they would see what waits twice
     @rule()
     def register_comm_hook(self) -> None:
@@ -400,7 +564,7 @@ class RandomSteps(RuleBasedStateMachine):
             return future
 
         self.net.register_comm_hook(2.0, multiplied)
-        self.has_hook = True
+        self.has_comm_hook = True
         for factors in self.factors.values():
             factors[0] = 2.0
 
@@ -415,12 +579,13 @@ class RandomSteps(RuleBasedStateMachine):
         for each in self.both():
             each.calls.copy_(calls)
 
-    def unit(self, which: int) -> Any:
-        return [*self.net.units(), self.net][which]
+    def unit(self, which: int, net: Any = None) -> Any:
+        found = (self.net if net is None else net).units()
+        return found[which % len(found)][-1]
 
     def reshard_all(self) -> None:
-        for which in range(UNITS):
-            self.unit(which).reshard()
+        for modules in self.net.units():
+            modules[0].reshard()
         self.is_unsharded = False
 
     @precondition(lambda self: self.is_sharded)
@@ -428,13 +593,11 @@ class RandomSteps(RuleBasedStateMachine):
     def unshard(self, which: int, asks: bool, zeroes: bool, reshards: bool) -> None:
         """The module has full parameters until it is resharded, or until a call or a backward frees them."""
         self.may_stay_full = True
-        unit = self.unit(which)
-        handle = unit.unshard(async_op=asks)
+        handle = self.unit(which).unshard(async_op=asks)
         if asks:
             handle.wait()
-        if which < UNITS - 1:  # the last is the model, whose children have units of their own
-            full, expected = (dict(each.named_parameters()) for each in (unit, self.twin.units()[which]))
-            assert_equal(whole(full), whole(expected), "full parameters", atol=1e-9)
+        full, expected = (dict(self.unit(which, each).named_parameters()) for each in self.both())
+        assert_equal(whole(full), whole(expected), "full parameters", atol=1e-9)
         self.is_unsharded = True
         if zeroes:  # the gradients are those of the sharded parameters
             self.zero_grad(True)
@@ -469,17 +632,21 @@ class RandomSteps(RuleBasedStateMachine):
     @precondition(lambda self: self.is_sharded and not self.waits and not self.on_their_way)
     @rule(which=units, divisor=st.sampled_from([1.0, 2.0, 4.0]), factor=st.sampled_from([1.0, 2.0]), size=sizes)
     def sums_are_divided_and_hooked(self, which: int, divisor: float, factor: float, size: int) -> None:
+        self.pending = [graph for graph in self.pending if graph[-1] is None]
         self.unit(which).set_gradient_divide_factor(divisor)
         self.unit(which).set_all_reduce_hook(lambda shard: shard.mul_(factor))
-        self.factors[[*self.twin.units(), self.twin][which]][:] = [factor, divisor]
+        self.factors[self.unit(which, self.twin)][:] = [factor, divisor]
         self.net.embedding.set_unshard_in_backward(factor == 1.0)  # its backward reads no weight
         self.step_that_sums(size)
 
     @precondition(lambda self: self.is_sharded)
-    @rule(which=st.integers(1, LAYERS), size=sizes)
+    @rule(which=units, size=sizes)
     def a_unit_is_called_alone(self, which: int, size: int) -> None:
         x = self.batch(size, 0)
-        found, expected = (model.layers[which - 1](x) for model in self.both())
+        both = [[modules[0] for modules in each.units() if isinstance(modules[0], Layer)] for each in self.both()]
+        if not both[0] or (self.net.ties and which % len(both[0]) == 0):
+            return
+        found, expected = (units[which % len(units)](x.clone()) for units in both)
         assert_equal(whole(found), whole(expected), "outputs of a unit", atol=1e-9)
         if found.requires_grad and self.syncs and self.is_last and not self.waits:
             for output in (found, expected):
@@ -488,7 +655,7 @@ class RandomSteps(RuleBasedStateMachine):
     # The end.
 
     def teardown(self) -> None:
-        if not hasattr(self, "twin"):
+        if not hasattr(self, "net"):
             return
         if sys.exc_info()[0] is None:
             self.look()
@@ -502,7 +669,7 @@ class RandomSteps(RuleBasedStateMachine):
         """Whatever has happened, and nothing when it is gone."""
         self.pending.clear()
         self.twin.zero_grad()
-        del self.optimizers[1]
+        del self.of_twin
         if self.is_composable:
             self.net.set_requires_gradient_sync(True)
         if self.is_sharded:
@@ -512,79 +679,51 @@ class RandomSteps(RuleBasedStateMachine):
         self.net.requires_grad_(True).train()
         found = self.bytes_after_steps()
         self.discard()
-        assert allocated(self.slots, self.without_model) == self.without_model
-        self.build()
-        del self.optimizers[1]
+        left = allocated(self.devices, self.without_model)
+        assert all(now <= before for now, before in zip(left, self.without_model, strict=True)), "bytes stay"
+        self.build(self.count)
         expected = self.bytes_after_steps(found)
         assert all(ours <= theirs + 64 for ours, theirs in zip(found, expected, strict=True)), (found, expected)
         self.discard()
 
     def discard(self) -> None:
-        del self.net, self.call, self.parameters, self.optimizers
+        del self.net, self.call, self.parameters, self.optimizer
 
     def bytes_after_steps(self, expected: list[int] | None = None) -> list[int]:
+        self.optimizer.state.clear()  # of parameters that only penalties use
         if self.is_sharded:
             self.net.set_reshard_after_forward(True)
         for _ in range(3):
             self.net.zero_grad()
             loss_of(self.call(self.batch(6, 1))).backward()
-            self.optimizers[0].step()
+            self.optimizer.step()
         self.net.zero_grad()
-        return allocated(self.slots, expected)
+        return allocated(self.devices, expected)
 
 
-FORMS: dict[str, Any] = {"DataParallel": DataParallel, "replicate": replicate, "fully_shard": fully_shard}
+FORMS: dict[str, Any] = {"DataParallel": DataParallel, "replicate": replicate_, "fully_shard": fully_shard}
 PHASES = [phase for phase in Phase if phase != Phase.explain]  # which would trace each line of a failing example
 
 
-def programs_of(form: str, make_slots: Callable[[int], list[Any]]) -> type[RandomSteps]:
-    """What makes programs for this form."""
-    return type("Programs", (RandomSteps,), {"form": form, "make_slots": staticmethod(make_slots)})
+def steps_of(form: str, make_slots: Callable[[int], list[Any]]) -> type[Steps]:
+    return type("StepsOfForm", (Steps,), {"form": form, "make_slots": staticmethod(make_slots)})
 
 
-def run_programs(form: str, make_slots: Callable[[int], list[Any]], programs: int, steps: int) -> None:
+def run_steps(form: str, make_slots: Callable[[int], list[Any]], examples: int) -> None:
     options: dict[str, Any] = {"deadline": None, "phases": PHASES, "suppress_health_check": [*HealthCheck]}
     run_state_machine_as_test(
-        programs_of(form, make_slots), settings=settings(max_examples=programs, stateful_step_count=steps, **options)
+        steps_of(form, make_slots), settings=settings(max_examples=examples, stateful_step_count=50, **options)
     )
 
 
-@pytest.mark.watchdog(900)  # a program that fails is made shorter first
+@pytest.mark.watchdog(900)  # what fails is made shorter first
 @pytest.mark.parametrize("form", FORMS)
-def test_random_programs(form: str, make_slots: Callable[[int], list[Any]]) -> None:
-    run_programs(form, make_slots, programs=6, steps=50)
+def test_random_steps(form: str, make_slots: Callable[[int], list[Any]]) -> None:
+    run_steps(form, make_slots, examples=6)
 
 
 @pytest.mark.long
 @pytest.mark.watchdog(7200)
 @pytest.mark.parametrize("form", FORMS)
-def test_many_random_programs(form: str, make_slots: Callable[[int], list[Any]]) -> None:
-    run_programs(form, make_slots, programs=100, steps=50)
-
-
-FOUND: dict[str, tuple[str, list[tuple[str, dict[str, Any]]]]] = {
-    "hooks on parameters see gradients that wait when replicas are made anew": (
-        "replicate",
-        [("micro_batches", {"batches": [(8, 511, True)], "sums": False}), ("frozen", {"lengths": []})],
-    ),
-    "gradients that were zeroed while others waited stay so when the model is converted": (
-        "fully_shard",
-        [
-            ("micro_batches", {"batches": [(8, 511, True)], "sums": False}),
-            ("zero_grad", {"set_to_none": False}),
-            ("converts", {}),
-        ],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_what_random_programs_have_found(name: str, make_slots: Callable[[int], list[Any]]) -> None:
-    form, steps = FOUND[name]
-    program = programs_of(form, make_slots)()
-    program.make(2, None, False, True, True)
-    program.step_that_sums(8)
-    for step, arguments in steps:
-        getattr(program, step)(**arguments)
-    program.step_that_sums(8)
-    program.teardown()
+def test_many_random_steps(form: str, make_slots: Callable[[int], list[Any]]) -> None:
+    run_steps(form, make_slots, examples=100)
