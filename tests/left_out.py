@@ -1,10 +1,25 @@
-"""Leaves out one guard of `guarded_calls` in this process: a wait or an event, by the place of its call."""
+"""Leaves out one guard of the library in this process: a wait or an event, by the place of its call.
+
+Guards are found by the syntax tree of the package. A guard is
+
+- a call of torch's that makes a stream wait, records an event or names a stream for memory: ``wait_stream``,
+  ``wait_event``, ``record_event``, ``record_stream``, ``event.wait(stream)``, ``event.record(stream)``, and
+  ``synchronize``, by which the host waits for a device;
+- a call of the library's ``make_wait``, or of a function of the library that does nothing but call guards;
+- an event of the library that is kept: a call of `EVENTS`. If its ``make_wait`` is called at once, that is the guard;
+- a use of a context that joins streams (`JOINED`); without the guard it only makes them current.
+
+Waits of threads for threads are none.
+"""
 
 from __future__ import annotations
 
+import ast
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,9 +27,214 @@ from typing import Any
 import pytest
 
 from dataparallel.comm.streams.current import Event, GivenEvents, streams_set
-from guarded_calls import Guard, guards_of
 
 ROOT = Path(__file__).resolve().parent.parent
+
+EVENTS = {"Event", "GivenEvents", "Arrival", "ReadyEvent"}
+JOINED = {"streams_joined", "forward_streams_set"}
+STREAM_CALLS = {"wait_stream", "wait_event", "record_stream", "make_wait"}
+
+
+@dataclass(frozen=True)
+class Guard:
+    """One call. ``start`` and ``end`` are positions in the bytes of its file."""
+
+    name: str
+    file: str
+    how: str  # "nothing", "blank" or the name of a context
+    start: int
+    end: int
+
+
+def guards_of(root: Path) -> dict[str, list[Guard]]:
+    """The guards of the package below ``root``, by file, without those of ``dataparallel/testing``."""
+    trees = {}
+    for path in sorted((root / "dataparallel").rglob("*.py")):
+        file = str(path.relative_to(root))
+        if not file.startswith("dataparallel/testing/"):
+            trees[file] = (path.read_bytes(), ast.parse(path.read_bytes()))
+    package = _Package({file: tree for file, (_, tree) in trees.items()})
+    found = {file: _in_file(file, source, tree, package) for file, (source, tree) in trees.items()}
+    return {file: guards for file, guards in found.items() if guards}
+
+
+class _Package:
+    """Which functions of the package only order streams."""
+
+    def __init__(self, trees: dict[str, ast.Module]) -> None:
+        self.functions: set[tuple[str, str]] = set()  # module and name
+        self.own_methods: set[tuple[str, str, str]] = set()  # file, class and name
+        self.imports = {file: _imports(tree) for file, tree in trees.items()}
+        self._defined: dict[tuple[str, int], set[tuple[str, str]]] = defaultdict(set)  # file and class of each method
+        for file, tree in trees.items():
+            for owner, function in _functions(tree):
+                if owner is not None:
+                    self._defined[function.name, _count(function)].add((file, owner))
+        self._files = {_module(file): file for file in trees}
+        before = -1
+        while before != len(self.functions) + len(self.own_methods):
+            before = len(self.functions) + len(self.own_methods)
+            for file, tree in trees.items():
+                for owner, function in _functions(tree):
+                    if _only_orders(function, self, file, owner):
+                        if owner is None:
+                            self.functions.add((_module(file), function.name))
+                        else:
+                            self.own_methods.add((file, owner, function.name))
+
+    def is_guard(self, call: ast.Call, file: str, owner: str | None, function: ast.FunctionDef | None = None) -> bool:
+        """True if the call orders streams, and its value is not used as an event."""
+        called = call.func
+        if isinstance(called, ast.Name):
+            return self.imports[file].get(called.id, (_module(file), called.id)) in self.functions
+        if not isinstance(called, ast.Attribute):
+            return False
+        if called.attr in STREAM_CALLS or (called.attr == "synchronize" and not call.args):
+            return True
+        if called.attr in ("wait", "record") and len(call.args) == 1 and function is not None:
+            return _is_stream(call.args[0], function) or _is_recorded(called.value, function)
+        if isinstance(called.value, ast.Name) and called.value.id == "self" and owner is not None:
+            return (file, owner, called.attr) in self.own_methods
+        return self._orders(called.attr, len(call.args), file)
+
+    def _orders(self, method: str, arguments: int, file: str) -> bool:
+        """True if all methods of that name which the file may know only order streams."""
+        classes = self._defined.get((method, arguments), set())
+        near = {file, *(self._files.get(module) for module, _ in self.imports[file].values())}
+        classes = {each for each in classes if each[0] in near} or classes
+        return bool(classes) and all((*each, method) in self.own_methods for each in classes)
+
+
+def _in_file(file: str, source: bytes, tree: ast.Module, package: _Package) -> list[Guard]:
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def span(node: ast.expr) -> tuple[int, int]:
+        return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+
+    numbers: Counter[tuple[str, str]] = Counter()
+    found: list[Guard] = []
+
+    def add(node: ast.expr, place: str, call: str, how: str) -> None:
+        numbers[place, call] += 1
+        name = f"{file.removeprefix('dataparallel/')}:{place}:{call}:{numbers[place, call]}"
+        found.append(Guard(name, file, how, *span(node)))
+
+    for node, owner, function, parent in _walk(tree):
+        place = ".".join(part for part in (owner, function and function.name) if part) or "module"
+        if not isinstance(node, ast.Call):
+            continue
+        called = node.func
+        if isinstance(called, ast.Name):
+            module, name = package.imports[file].get(called.id, (_module(file), called.id))
+            if name in JOINED and module.startswith("dataparallel."):
+                add(node, place, name, name)
+                continue
+            if name in EVENTS and module.startswith("dataparallel."):
+                waits_at_once = isinstance(parent, ast.Attribute) and parent.attr in ("make_wait", "synchronize")
+                if not waits_at_once:
+                    add(node, place, name, "blank")
+                continue
+        if isinstance(called, ast.Attribute) and called.attr == "record_event":
+            add(node, place, "record_event", "blank")
+        elif package.is_guard(node, file, owner, function):
+            add(node, place, called.attr if isinstance(called, ast.Attribute) else called.id, "nothing")
+    return found
+
+
+def _walk(tree: ast.Module) -> Iterator[tuple[ast.AST, str | None, ast.FunctionDef | None, ast.AST]]:
+    """Each node in the order of the text, with the class and the function it is in, and its parent."""
+
+    def below(
+        parent: ast.AST, owner: str | None, function: ast.FunctionDef | None
+    ) -> Iterator[tuple[ast.AST, str | None, ast.FunctionDef | None, ast.AST]]:
+        for node in ast.iter_child_nodes(parent):
+            yield node, owner, function, parent
+            inner_owner = node.name if isinstance(node, ast.ClassDef) else owner
+            inner = node if isinstance(node, ast.FunctionDef) else function
+            yield from below(node, inner_owner, inner)
+
+    return below(tree, None, None)
+
+
+def _functions(tree: ast.Module) -> Iterator[tuple[str | None, ast.FunctionDef]]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield None, node
+        elif isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef):
+                    yield node.name, inner
+
+
+def _only_orders(function: ast.FunctionDef, package: _Package, file: str, owner: str | None) -> bool:
+    """True if all that the function does is to call guards, whatever it computes and asks for that."""
+    if function.name.startswith("__") or function.decorator_list:
+        return False
+    guards = 0
+    for node in ast.walk(function):
+        if isinstance(node, ast.Expr):
+            if isinstance(node.value, ast.Constant):
+                continue
+            call = node.value
+            if not (isinstance(call, ast.Call) and package.is_guard(call, file, owner, function)):
+                return False
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "synchronize":
+                return False  # the host's waits are named one by one
+            guards += 1
+        elif isinstance(node, (ast.Yield, ast.YieldFrom, ast.Await, ast.Raise, ast.Delete, ast.AugAssign)) or (
+            isinstance(node, ast.Return) and node.value is not None
+        ):
+            return False
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if not all(isinstance(part, ast.Name) for target in targets for part in _parts(target)):
+                return False
+    return guards > 0
+
+
+def _parts(target: ast.expr) -> list[ast.expr]:
+    return [*target.elts] if isinstance(target, ast.Tuple) else [target]
+
+
+def _is_stream(argument: ast.expr, function: ast.FunctionDef) -> bool:
+    """True if the argument is a parameter that is annotated as a stream."""
+    parameters = {each.arg: each.annotation for each in [*function.args.args, *function.args.kwonlyargs]}
+    annotation = parameters.get(argument.id) if isinstance(argument, ast.Name) else None
+    return annotation is not None and "Stream" in ast.unparse(annotation)
+
+
+def _is_recorded(receiver: ast.expr, function: ast.FunctionDef) -> bool:
+    """True if the receiver is a variable to which the function has assigned a recorded event."""
+    if not isinstance(receiver, ast.Name):
+        return False
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            if isinstance(called, ast.Attribute) and called.attr == "record_event" and receiver.id in names:
+                return True
+    return False
+
+
+def _imports(tree: ast.Module) -> dict[str, tuple[str, str]]:
+    return {
+        alias.asname or alias.name: (node.module or "", alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def _module(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _count(function: ast.FunctionDef) -> int:
+    """How many arguments a call of the method has."""
+    return len(function.args.args) - 1
+
 
 _ONLY_ORDER = {
     "wait_for",

@@ -65,6 +65,10 @@ class How:
         return bool(self.recomputed) and self.is_unit
 
 
+def all_of(tree: tuple[How, ...]) -> list[How]:
+    return [each for how in tree for each in (how, *all_of(how.below))]
+
+
 class Layer(Fragile):
     def __init__(self, how: How) -> None:
         super().__init__(WIDTH)
@@ -101,10 +105,9 @@ class Net(nn.Module):
 
     def units(self) -> list[list[Any]]:
         """The modules of each unit, children first; the net itself is the last."""
-        alone = [layer for layer in self.below(self) if layer.how.is_unit]
         pair = [*self.layers[:2]] if self.ties else []
-        first = [pair] if pair else []
-        return [[self.embedding], *first, *([each] for each in alone if each not in pair), [self.branch], [self]]
+        alone = [[each] for each in self.below(self) if each.how.is_unit and each not in pair]
+        return [[self.embedding], *[pair] * self.ties, *alone, [self.branch], [self]]
 
     def below(self, module: Any) -> Iterator[Layer]:
         for layer in module.layers if module is self else module.below:
@@ -181,7 +184,9 @@ class Steps(RuleBasedStateMachine):
         count=counts,
         reshard=st.sampled_from([None, True, False, 2]),
         chosen=st.fixed_dictionaries(
-            dict.fromkeys(["is_offloaded", "by_columns", "has_small_buckets", "is_output_elsewhere"], st.booleans())
+            dict.fromkeys(
+                ["is_offloaded", "by_columns", "stays_full", "has_small_buckets", "is_output_elsewhere"], st.booleans()
+            )
         ),
         has_hooks=st.booleans(),
     )
@@ -191,7 +196,7 @@ class Steps(RuleBasedStateMachine):
         if ties:  # two layers make one unit, so they are called once, one after the other
             tree = (How(), How(), *tree)
         self.build_plain = seeded(Net, tree, ties)
-        self.takes_reentrantly = any(each.how.is_reentrant for each in self.layers_of(self.build_plain()))
+        self.takes_reentrantly = any(each.is_reentrant for each in all_of(tree))
         self.devices = [*dict.fromkeys(map(torch.device, self.make_slots(4)))]
         self.root = self.devices[0]
         self.reshard, self.chosen, self.has_hooks = reshard, chosen, has_hooks
@@ -229,7 +234,8 @@ class Steps(RuleBasedStateMachine):
             self.add_hooks()
         for factors in self.factors.values():
             factors[:] = [1.0, 1.0]
-        self.has_comm_hook = self.may_stay_full = self.is_unsharded = False
+        self.has_comm_hook = self.is_unsharded = False
+        self.may_stay_full = self.is_sharded and self.chosen["stays_full"]
         self.pending: list[tuple[Tensor, Tensor, Any, Any]] = []
         self.waits = self.on_their_way = self.may_be_zeros = False
         self.syncs, self.is_last = True, True
@@ -242,6 +248,7 @@ class Steps(RuleBasedStateMachine):
             of_units["shard_placement_fn"] = lambda p: Shard(1) if p.dim() > 1 else None
         for modules in self.net.units():
             fully_shard(modules, **of_units, **(options if modules == [self.net] else {}))
+        self.net.set_reshard_after_backward(not self.chosen["stays_full"])
         return self.net
 
     def add_hooks(self) -> None:
@@ -254,9 +261,6 @@ class Steps(RuleBasedStateMachine):
         for parameter in self.parameters.values():
             parameter.register_post_accumulate_grad_hook(lists_its_parameters)
         self.net.last.weight.register_hook(lambda gradient: gradient * 0.5)
-
-    def layers_of(self, net: Any) -> list[Layer]:
-        return [*net.below(net)]
 
     def groups(self, reshard: Any) -> Any:
         return reshard if reshard is None or isinstance(reshard, bool) or self.count == 4 else True
@@ -451,15 +455,9 @@ class Steps(RuleBasedStateMachine):
         """In a new model, with an optimizer that has no state yet."""
         self.zero_grad(True)
         flags, mode = [p.requires_grad for p in self.twin.parameters()], self.twin.training
-        if self.is_sharded:
-            saved = fully_shard.full_state_dict(self.net, self.optimizer)
-            self.build(count)
-            fully_shard.load_full_state_dict(self.net, saved, self.optimizer)
-        else:
-            saved = self.net.state_dict(), self.optimizer.state_dict()
-            self.build(count)
-            self.net.load_state_dict(saved[0])
-            self.optimizer.load_state_dict(saved[1])
+        saved = fully_shard.full_state_dict(self.net, self.optimizer)
+        self.build(count)
+        fully_shard.load_full_state_dict(self.net, saved, self.optimizer)
         for parameter, flag in zip(self.parameters.values(), flags, strict=True):
             parameter.requires_grad_(flag)
         self.net.train(mode)
@@ -480,7 +478,8 @@ class Steps(RuleBasedStateMachine):
         if self.is_sharded:
             self.reshard_all()  # copies that are full take no flag
         for each in self.both():
-            [each.embedding, *self.layers_of(each), each.branch, each.last][which % 4].requires_grad_(not flag)
+            chosen = [each.embedding, each.branch, each.last, *each.below(each)]
+            chosen[which % len(chosen)].requires_grad_(not flag)
 
     @rule(mode=st.booleans(), forgets=st.booleans())
     def train_or_eval(self, mode: bool, forgets: bool) -> None:
@@ -589,8 +588,8 @@ class Steps(RuleBasedStateMachine):
         self.is_unsharded = False
 
     @precondition(lambda self: self.is_sharded)
-    @rule(which=units, asks=st.booleans(), zeroes=st.booleans(), reshards=st.booleans())
-    def unshard(self, which: int, asks: bool, zeroes: bool, reshards: bool) -> None:
+    @rule(which=units, asks=st.booleans(), zeroes=st.booleans(), writes=st.booleans(), reshards=st.booleans())
+    def unshard(self, which: int, asks: bool, zeroes: bool, writes: bool, reshards: bool) -> None:
         """The module has full parameters until it is resharded, or until a call or a backward frees them."""
         self.may_stay_full = True
         handle = self.unit(which).unshard(async_op=asks)
@@ -601,6 +600,8 @@ class Steps(RuleBasedStateMachine):
         self.is_unsharded = True
         if zeroes:  # the gradients are those of the sharded parameters
             self.zero_grad(True)
+        if writes:
+            self.write("copy_", 0.9, 20)
         if reshards:
             self.reshard_all()
 
@@ -675,7 +676,6 @@ class Steps(RuleBasedStateMachine):
         if self.is_sharded:
             self.reshard_all()
             self.net.set_is_last_backward(True)
-            self.net.set_reshard_after_backward(True)
         self.net.requires_grad_(True).train()
         found = self.bytes_after_steps()
         self.discard()
@@ -693,6 +693,7 @@ class Steps(RuleBasedStateMachine):
         self.optimizer.state.clear()  # of parameters that only penalties use
         if self.is_sharded:
             self.net.set_reshard_after_forward(True)
+            self.net.set_reshard_after_backward(True)
         for _ in range(3):
             self.net.zero_grad()
             loss_of(self.call(self.batch(6, 1))).backward()
