@@ -729,3 +729,21 @@ def test_random_steps(form: str, make_slots: Callable[[int], list[Any]]) -> None
 @pytest.mark.parametrize("form", FORMS)
 def test_many_random_steps(form: str, make_slots: Callable[[int], list[Any]]) -> None:
     run_steps(form, make_slots, examples=100)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_the_few_programs_of_a_short_run_may_leave_out(form: str, make_slots: Callable[[int], list[Any]]) -> None:
+    program = steps_of(form, make_slots)()
+    tree = (How(below=(How(works_in_place=True),)), How(works_in_place=True))
+    chosen = dict.fromkeys(["by_columns", "stays_full", "has_small_buckets", "is_output_elsewhere"], False)
+    program.make(tree, False, 3, True, {**chosen, "is_offloaded": True}, False)
+    for penalty in ("sum", "of the input"):
+        program.forward(6, 1, True, False, 0, penalty)
+        program.evaluate(6, 1, torch.no_grad)
+        program.backward(None, False, False, 4)
+        program.look()
+    program.micro_batches([(6, 1, True)], True)
+    for spare in (0, 1000, 3000) if program.root.type == "sim" else ():
+        program.a_device_has_no_room(6, spare, 1)
+    program.step_that_sums(6, 1)
+    program.teardown()
