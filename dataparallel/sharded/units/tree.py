@@ -8,7 +8,6 @@ inside it, and those of other threads at the same time. Their gradients are summ
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _PATIENCE = 0.25
-"""Seconds after which a slot stops waiting if no slot has begun the backward of a unit or delivered gradients."""
+"""Seconds after which a slot stops waiting if no slot has begun the backward of a unit."""
 
 _MAY_WAIT_BYTES = 2**20
 """Bytes of a slot's gradients that may wait for another slot before the slot stops."""
@@ -48,10 +47,7 @@ class BackwardPass:
     """One backward. If it fails, gradients that wait are dropped and every unit is freed.
 
     No slot may run far ahead of the others, because its gradients would pile up until the slowest slot has delivered
-    too. So a slot stops before its next unit while too many of its gradients wait for another slot
-    (`wait_for_others`). The slowest slot never stops. But it may need what the thread of a stopped slot has to compute.
-    So a slot that has seen no other move for `_PATIENCE` seconds goes on until a slot behind it has delivered again:
-    waiting saves memory, and correct results do not need it.
+    too (`wait_for_others`).
 
     Attributes:
         reaches_units: true if units take part, not only parameters that a loss uses directly.
@@ -76,14 +72,8 @@ class BackwardPass:
         self.is_recorded = False
         self.tasks: set[PassOfBackward] = set()
         self._changed = threading.Condition()
-        self._missing: defaultdict[int, set[Unit]] = defaultdict(set)  # units that each slot will deliver
-        # For a slot that waits and another: the units that the first has delivered and the second has not; their bytes.
-        self._waiting: defaultdict[tuple[int, int], dict[Unit, int]] = defaultdict(dict)
-        # By `id`, the order of units in each forward of this pass, and for each slot the position it has come back to.
-        self._orders: dict[int, tuple[Sequence[Sequence[Unit]], list[int]]] = {}
-        self._deliveries: defaultdict[int, int] = defaultdict(int)  # how many of each slot
-        self._gave_up_at: dict[int, int] = {}  # for each slot that gave up: deliveries of the slowest slot until then
-        self._movements = 0  # how often a slot has moved
+        self._to_come: dict[RootCall, list[int]] = {}  # for each slot bytes of gradients that it has still to deliver
+        self._gave_up_at: dict[int, int] = {}  # for each slot that gave up: the bytes to come of the slowest slot
         self._is_over = False
 
     def include(self, slots: Sequence[torch.device]) -> None:
@@ -107,58 +97,25 @@ class BackwardPass:
         running.on_end(partial(self.end_task, running))
         return True
 
-    def note_delivery(self, slot: int, unit: Unit, number_of_bytes: int) -> None:
-        """Notes that a slot has delivered a unit's gradients, which may wait for deliveries of other slots."""
-        with self._changed:
-            for other in range(self.sums.slots):
-                if other != slot and unit in self._missing[other]:
-                    self._waiting[slot, other][unit] = number_of_bytes
-            self._deliveries[slot] += 1
-            self._movements += 1
-            self._stop_waiting_for(slot, unit)
+    def wait_for_others(self, call: RootCall, slot: int, position: int) -> None:
+        """Waits while too many gradients of this slot wait for another. Does nothing if slots share a thread.
 
-    def note_unit_begun(self, slot: int, position: int, order: Sequence[Sequence[Unit]]) -> None:
-        """Notes that the backward of the unit at ``position`` begins on a slot.
-
-        ``order``: for each slot the units of one forward, in the order in which they ended. The slot has passed units
-        behind ``position`` that have not begun, and will not deliver them.
+        The backward of the unit at ``position`` in the order of the call's forward begins. The slowest slot never
+        waits. But it may need what the thread of a waiting slot has to compute. So a slot that has seen no other move
+        for `_PATIENCE` seconds goes on until the slowest one has moved: waiting saves memory, and correct results do
+        not need it.
         """
         if not self._have_own_threads:
             return
         with self._changed:
-            if id(order) not in self._orders:
-                self._orders[id(order)] = order, [*map(len, order)]
-                for each, units in enumerate(order):
-                    self._missing[each].update(units)
-            _, passed = self._orders[id(order)]
-            for unit in order[slot][position + 1 : passed[slot]]:
-                self._stop_waiting_for(slot, unit)
-            passed[slot] = min(position, passed[slot])
-            self._movements += 1
-
-    def _stop_waiting_for(self, slot: int, unit: Unit) -> None:
-        """Lets gradients of ``unit`` on other slots no longer count as waiting for this slot."""
-        self._missing[slot].discard(unit)
-        if any([self._waiting[other, slot].pop(unit, None) for other in range(self.sums.slots)]):
+            to_come = self._to_come.setdefault(call, [call.bytes_up_to(each) for each in range(len(call.slots))])
+            to_come[slot] = min(to_come[slot], call.bytes_up_to(slot, position))
             self._changed.notify_all()
-
-    def wait_for_others(self, slot: int) -> None:
-        """Waits while too many gradients of this slot wait for another. Does nothing if slots share a thread."""
-        if not self._have_own_threads:
-            return
-        with self._changed:
-            while not self._is_over:
-                others = range(self.sums.slots)
-                behind = [each for each in others if sum(self._waiting[slot, each].values()) > _MAY_WAIT_BYTES]
-                if not behind:
+            while not self._is_over and max(to_come) - to_come[slot] > _MAY_WAIT_BYTES:
+                if self._gave_up_at.get(slot) == max(to_come):
                     break
-                least = min(self._deliveries[other] for other in behind)
-                if self._gave_up_at.get(slot) == least:
-                    break
-                before = self._movements
-                self._changed.wait(_PATIENCE)
-                if self._movements == before:
-                    self._gave_up_at[slot] = least
+                if not self._changed.wait(_PATIENCE):
+                    self._gave_up_at[slot] = max(to_come)
 
     def end_task(self, task: PassOfBackward, ok: bool) -> None:
         """Ends the pass if ``task`` is its last one or has failed."""
@@ -385,9 +342,7 @@ class Tree:
 
     def deliver(self, unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
         """Takes the gradients of all parameters of a unit on a slot, from the backward of their node."""
-        running = self.join_pass(only_if_alone=True)
-        if unit.gradients.deliver(slot, grads, running.sums) is not None:
-            running.note_delivery(slot, unit, unit.gradients.full_bytes)
+        unit.gradients.deliver(slot, grads, self.join_pass(only_if_alone=True).sums)
 
     def note_pass_end(self, ended: BackwardPass, has_failed: bool) -> None:
         """Frees the units after a pass, and lets threads go on that wait for its end."""
@@ -473,13 +428,17 @@ class RootCall:
         ended.append(unit)
         return len(ended) - 1
 
+    def bytes_up_to(self, slot: int, position: int | None = None) -> int:
+        """Returns the bytes of all gradients of the slot's units up to this position, which backward comes to last."""
+        units = self._ended[slot] if position is None else self._ended[slot][: position + 1]
+        return sum(unit.gradients.full_bytes for unit in units)
+
     def gather_for_backward(self, unit: Unit, slot_unit: SlotUnit, position: int, running: BackwardPass) -> None:
         """Gathers a unit whose backward comes next, and starts the gathers of units before ``position`` in forward."""
         # A later call of another tree may have bound the unit. The copies of that tree stay, because its gathers may be
         # under way; the gradients are for this tree.
         unit.deliver = partial(self.tree.deliver, unit)
-        running.note_unit_begun(slot_unit.slot, position, self._ended)
-        running.wait_for_others(slot_unit.slot)
+        running.wait_for_others(self, slot_unit.slot, position)
         if unit.unshard_in_backward:
             slot_unit.make_full(self.ready)
         ahead = unit.backward_prefetch
