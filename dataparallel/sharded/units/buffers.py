@@ -217,7 +217,7 @@ class FullBuffer:
 
     Attributes:
         tensors: the parameters, views of one storage. Reading them while it has no bytes crashes the process.
-        gathered: the matrix or the copy that has arrived, until `fill` copies from it; or ``None``.
+        gathered: the matrix that has arrived, in the layout of its pieces, until `fill` copies from it; or ``None``.
         nbytes: the size of the memory, while there is some.
     """
 
@@ -233,28 +233,25 @@ class FullBuffer:
         self._memory = [tensor.data for tensor in self.tensors]
         self._versions: tuple[int, ...] = ()
         self._is_filled = True
-        self.gathered: Tensor | None = None
-        self._layout_of_gathered: Layout | None = layout  # `None`: it is a copy of a full buffer
+        self.gathered: tuple[Tensor, Layout] | None = None
         self.free()
 
     def pull(self, pieces: Sequence[Tensor], first: int, layout: Layout) -> None:
         """Copies the pieces into a new matrix. Begins with piece ``first``, so that slots pull from distinct owners."""
-        self._layout_of_gathered = layout
         matrix = self._buffer.new_empty(layout.owners, layout.numel)
         rows = matrix if len(matrix) == len(pieces) else matrix.view(len(pieces), -1)  # several for a piece of machines
         order = [(first + i) % len(pieces) for i in range(len(pieces))]
         comm.copy_each([rows[i] for i in order], [pieces[i] for i in order])
-        self.gathered = matrix
+        self.gathered = matrix, layout
 
     def pull_by(self, table: DeviceTable, pieces: Sequence[Tensor], layout: Layout) -> None:
         """Has a kernel pull the pieces straight into the buffer, which `allocate` has given memory."""
         table.launch([*pieces, self._buffer])
-        self._layout_of_gathered = layout
+        layout.join_parts(self._buffer)
 
     def copy_from(self, other: FullBuffer) -> None:
-        """Copies the full buffer of another slot, for `fill`."""
-        self._layout_of_gathered, self.gathered = None, torch.empty_like(self._buffer)
-        comm.broadcast(other._buffer, out=[self.gathered])
+        """Copies the full buffer of another slot into this one, which `allocate` has given memory."""
+        comm.broadcast(other._buffer, out=[self._buffer])
 
     @property
     def flat(self) -> Tensor:
@@ -276,16 +273,12 @@ class FullBuffer:
         self.allocate()
         if self._versions:
             _torch.set_versions(tuple(self.tensors), self._versions)
-        gathered, self.gathered = self.gathered, None
-        layout, self._is_filled = self._layout_of_gathered, True
-        if gathered is None:
-            assert layout is not None  # kernels have pulled straight into the buffer
-            layout.join_parts(self._buffer)
-        elif layout is None:
-            self._buffer.copy_(gathered)
-        else:
-            layout.copy_out(gathered, self._buffer)
-        return gathered
+        self._is_filled = True
+        if self.gathered is None:  # the values are in the buffer
+            return None
+        (matrix, layout), self.gathered = self.gathered, None
+        layout.copy_out(matrix, self._buffer)
+        return matrix
 
     def free(self, keeps_memory: bool = False) -> None:
         """Frees the memory, or only the values in it, and any memory that ``forward`` has given to a parameter instead.

@@ -9,7 +9,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,21 +24,18 @@ from dataparallel.sharded import operators
 from dataparallel.sharded.tensor import ShardedTensor, divided_like, is_divided_alike
 from dataparallel.sharded.units.buffers import DtypeGroup, Layout, PeerTables, Precision
 from dataparallel.sharded.units.shards import (
-    LastCopies,
     OwnedShards,
     PullSource,
     SourceOverMachines,
-    TreeStreams,
     UnitPieces,
     cut_of,
+    streams_of,
 )
 from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
     from dataparallel.machines.arguments import MachineMesh
     from dataparallel.machines.lanes import Lane
-
-Source = TypeVar("Source", bound=PullSource)
 
 
 class Registries:
@@ -235,7 +232,6 @@ class ShardedUnit:
         settle: waits until the tree of the last call runs no pass of backward.
         pass_gradients: returns the gradients of the pass that the running backward has in that tree.
         deliver: gives the gradients of all parameters on a slot to the tree that takes them.
-        copies: notes the last copies of shards that slots have pulled from; those of its tree.
         indices: for each dtype the positions of its parameters; ``owned`` has their flat shards.
         groups: for each dtype the parameters that need gradients, and their layout.
         trainable: positions of the parameters that need gradients.
@@ -276,9 +272,8 @@ class ShardedUnit:
         self.settle: Callable[[], None] = lambda: None
         self.pass_gradients: Callable[[], PassGradients] | None = None
         self.deliver: Callable[[int, Sequence[Tensor | None]], None] | None = None
-        self.copies = LastCopies()
         self.registries = Registries()
-        self.streams = TreeStreams(self.slots)
+        self.streams = streams_of(*self.slots)
         self._lock = threading.Lock()
         self._making = threading.Lock()  # held while slots get their units: the first calls may come at once
         self._make_owned()
@@ -307,11 +302,8 @@ class ShardedUnit:
         self.comm_settings = settings.current()
         self.tables: PeerTables | None = None
         self._made_tables: PeerTables | None = None
-        self._sources: list[PullSource] = []
-        # All machines have to gather the same units in one order, whichever of their slots comes first. So the first
-        # gathers of all slots use the same sources, their second ones the next, and so on.
-        self._sent: list[list[SourceOverMachines]] = []
-        self._number_sent = [0] * len(self.slots)  # for each slot
+        self._rounds: list[Sequence[PullSource]] = []
+        self._number_of_gathers = [0] * len(self.slots)  # of each slot, since the rounds began
         self._gathers: Lane | None = None  # of the last tree that has called the unit
         self._epoch: int | None = None  # of the machines, in which the call or pass has begun
         self._pulls = len(self.slots)  # how many slots pull in a round
@@ -346,38 +338,35 @@ class ShardedUnit:
 
     # ---- sources of pulls --------------------------------------------------------------------------------------------
 
-    def sources(self) -> list[PullSource]:
-        """Returns for each dtype the source of this round, from which each slot pulls once."""
+    def sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[PullSource]:
+        """Returns for each dtype the source of the slot's next gather, which other machines have begun to send.
+
+        The first gathers of all slots have the same sources, their second ones the next, and so on. So values are cast
+        once for all slots, and all machines gather in one order, whichever of their slots comes first.
+        """
         with self._lock:
-            if not self._sources or self._sources[0].is_used_up:
-                self._sources = self._make_sources(PullSource)
-            return self._sources
+            number = self._number_of_gathers[slot]
+            self._number_of_gathers[slot] += 1
+            if number == len(self._rounds):
+                self._rounds.append(self._new_sources(ready))
+            return self._rounds[number]
 
-    def _make_sources(self, kind: type[Source]) -> list[Source]:
-        on_slots, streams, copies, pulls = self.precision.on_slots, self.streams, self.copies, self._pulls
-        return [kind(owned, on_slots(owned.dtype), streams, copies, pulls) for owned in self.owned]
-
-    def sent_sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[PullSource] | None:
-        """Returns the sources of the slot's next gather, which machines have begun to send; ``None`` without them."""
+    def _new_sources(self, ready: Mapping[torch.device, Event]) -> Sequence[PullSource]:
+        of_owned = [(each, self.precision.on_slots(each.dtype), self.streams, self._pulls) for each in self.owned]
         if self.machines is None or self.machines.gathers is None:
-            return None
+            return [PullSource(*each) for each in of_owned]
         lane = self._gathers or self.machines.gathers
         epoch = lane.machines.epoch if self._epoch is None else self._epoch  # outside of a call there is none
-        with self._lock:
-            number = self._number_sent[slot]
-            self._number_sent[slot] += 1
-            if number == len(self._sent):
-                self._sent.append(self._make_sources(SourceOverMachines))
-                for source in self._sent[number]:
-                    source.send(self.name, lane, epoch, ready)
-            return self._sent[number]
+        sources = [SourceOverMachines(*each) for each in of_owned]
+        for source in sources:
+            source.send(self.name, lane, epoch, ready)
+        return sources
 
     def _renew_sources(self, pulls: int) -> None:
         """Drops all sources, so that shards are cast or sent again for the next ``pulls`` slots."""
         with self._lock:
-            old = [*self._sources, *chain.from_iterable(self._sent)]
-            self._sources, self._sent, self._number_sent, self._pulls = [], [], [0] * len(self.slots), pulls
-        for source in old:
+            rounds, self._rounds, self._number_of_gathers, self._pulls = self._rounds, [], [0] * len(self.slots), pulls
+        for source in chain.from_iterable(rounds):
             source.drop()
 
     def versions(self) -> list[int]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,9 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
+from dataparallel.comm.streams.held import hold
 from dataparallel.devices import CPU
+from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.placements import Shard, rows_of_shards
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.buffers import Layout, PeerTables
@@ -41,6 +43,8 @@ class TreeStreams:
             each other owner a stream on which shards leave.
         adding: for each device the stream on which gradients arrive, are summed, and leave.
         casting: for each device the stream on which shards are cast or sent before slots pull them.
+        last_casts: for each device an event after the last casts there, until `make_owners_wait`. Before it no stream
+            may write to shards, and while one in pinned memory is sent, neither may the host.
     """
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
@@ -48,6 +52,7 @@ class TreeStreams:
         self.receiving = [_kept(device, "gathers", i) for i, device in enumerate(slots)]
         self.adding = self._on_each("sums")
         self.casting = self._on_each("shards are cast")
+        self.last_casts: dict[torch.device, Event] = {}
         self.pulling: list[Mapping[torch.device, torch.Stream]] = []
         for slot, (device, stream) in enumerate(zip(slots, self.receiving, strict=True)):
             # Only one stream of a device can be current.
@@ -64,6 +69,15 @@ class TreeStreams:
         wait_for(events, [stream])
         return Event(stream)
 
+    def make_owners_wait(self, computing: Mapping[torch.device, torch.Stream], is_offloaded: bool) -> None:
+        """Orders later writes to the shards, by these streams and by the host, after all pulls and casts of shards."""
+        # Another thread may note new casts at the same time.
+        casts = [event for device in self.casting if (event := self.last_casts.pop(device, None)) is not None]
+        after_reads = self.meet("pulls", [*casts, *self.after_pulls()])
+        wait_for([] if after_reads is None else [after_reads], computing.values())
+        if is_offloaded:
+            note_host_reads(casts)
+
     def after_pulls(self) -> list[Event]:
         """Returns an event for each slot, after all of its pulls that have been launched."""
         return [Event(stream) for stream in self.receiving if stream is not None]
@@ -71,6 +85,12 @@ class TreeStreams:
     def now(self) -> dict[torch.device, Event]:
         """Returns for each device an event on its current stream."""
         return {device: Event(stream) for device, stream in current_streams(self.slots).items()}
+
+
+@lru_cache
+def streams_of(*slots: torch.device) -> TreeStreams:
+    """Returns the streams of all trees on these slots."""
+    return TreeStreams(slots)
 
 
 def wait_for(events: Iterable[Event], streams: Iterable[torch.Stream]) -> None:
@@ -150,49 +170,15 @@ class OwnedShards:
         self._addresses = [[shard.data_ptr() for shard in shards] for shards in self._packed]
 
 
-class LastCopies:
-    """For each device an event after the last copies of shards there. The units of a tree share it.
-
-    Before that event no stream may write to shards, and while one in pinned memory is sent, neither may the host.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._last: dict[torch.device, Event] = {}
-
-    def record(self, streams: Mapping[torch.device, torch.Stream]) -> dict[torch.device, Event]:
-        """Returns an event for each of these streams, on which copies have been launched, and keeps the events."""
-        with self._lock:
-            events = {device: Event(stream) for device, stream in streams.items()}
-            self._last.update(events)
-            return events
-
-    def last(self) -> list[Event]:
-        """Returns the events after the last copies, unless `take_last` has returned them."""
-        with self._lock:
-            return [*self._last.values()]
-
-    def take_last(self) -> list[Event]:
-        """Returns the events after the last copies, once."""
-        with self._lock:
-            last, self._last = self._last, {}
-            return [*last.values()]
-
-
 class PullSource:
     """The tensors that slots pull in one round of gathers: flat shards in the slots' dtype, on the owners' devices.
 
     Any thread may use it. Flat shards with this dtype and device are pulled as they are. Otherwise the first slot has
-    copies made, on the casting streams, which own them, and the last of ``pulls`` slots drops the copies. ``copies``
-    notes them.
+    copies made, on the casting streams, which own them, and the last of ``pulls`` slots drops the copies.
     """
 
-    def __init__(
-        self, owned: OwnedShards, dtype: torch.dtype, streams: TreeStreams, copies: LastCopies, pulls: int
-    ) -> None:
-        self._owned, self._pulls, self._dtype = owned, pulls, dtype
-        self._streams, self._last_copies = streams.casting, copies
-        self._meet = partial(streams.meet, "casts")
+    def __init__(self, owned: OwnedShards, dtype: torch.dtype, streams: TreeStreams, pulls: int) -> None:
+        self._owned, self._pulls, self._dtype, self._streams = owned, pulls, dtype, streams
         self._lock = threading.Lock()
         self._copies: list[Tensor] | None = None
         self._ready: dict[torch.device, Event] = {}
@@ -204,11 +190,6 @@ class PullSource:
         return self._dtype == self._owned.dtype and all(
             flat.device == owner for flat, owner in zip(self._owned.flats, self._owned.owners, strict=True)
         )
-
-    @property
-    def is_used_up(self) -> bool:
-        """True if all slots have pulled, so that values have to be cast or sent again."""
-        return self._pulls <= 0
 
     def pieces(self, ready: Mapping[torch.device, Event]) -> tuple[list[Tensor], Mapping[torch.device, Event]]:
         """Returns for each owner its piece, and for each device an event after which a piece there may be read.
@@ -226,14 +207,16 @@ class PullSource:
     @contextmanager
     def _copying(self, ready: Mapping[torch.device, Event]) -> Iterator[None]:
         """Wraps copies: makes the casting streams current, which wait for ``ready``, and records the end."""
+        casting = self._streams.casting
         for device, event in ready.items():
-            event.make_wait(self._streams[device])
+            event.make_wait(casting[device])
         try:
-            with torch.no_grad(), streams_set(self._streams):
+            with torch.no_grad(), streams_set(casting):
                 yield
         finally:
-            ends = self._last_copies.record(self._streams)
-            joined = self._meet(ends.values())
+            ends = {device: Event(stream) for device, stream in casting.items()}
+            self._streams.last_casts.update(ends)
+            joined = self._streams.meet("casts", ends.values())
             self._ready = {} if joined is None else dict.fromkeys(ends, joined)
 
     def _copy(self) -> list[Tensor]:
@@ -248,7 +231,7 @@ class PullSource:
         with self._lock:
             self._reads += readers
             self._pulls -= 1
-            if self._pulls <= 0 or self._copies is None:  # the latter if another slot has pulled twice
+            if self._pulls <= 0 or self._copies is None:  # the latter if they have been dropped meanwhile
                 self._let_go()
 
     def drop(self) -> None:
@@ -258,8 +241,8 @@ class PullSource:
 
     def _let_go(self) -> None:
         """Drops the copies, under the lock. The streams that own them wait for all reads."""
-        if self._reads and self._ready and (reads := self._meet(self._reads)) is not None:
-            wait_for([reads], self._streams.values())
+        if self._reads and self._ready and (reads := self._streams.meet("casts", self._reads)) is not None:
+            wait_for([reads], self._streams.casting.values())
         self._reads, self._copies = [], None
 
 
@@ -314,12 +297,14 @@ def cut_of(parameter: ShardedTensor) -> Shard:
 
 @dataclass
 class Piece:
-    """The piece of one slot. The computing stream that wrote it owns it, and waits for all reads before it is freed.
+    """The piece of one slot. The computing stream that wrote it owns it, and frees it after all reads.
+
     Attributes:
         group: the slots whose pieces make up the unit, in the order of the pieces.
         versions: of the parameters when their values were copied.
         stream: the computing stream that owns the memory; ``None`` on the CPU.
         written: an event after the writes, on this stream.
+        unread: slots of the group that have not launched their reads.
     """
 
     group: range
@@ -328,9 +313,7 @@ class Piece:
     versions: list[int]
     stream: torch.Stream | None
     written: Event | None
-    _slots_done: set[int] = field(default_factory=set)  # slots that have launched their reads
-    _reads: list[Event] = field(default_factory=list)
-    _number_of_readers: int = 0  # slots that launch reads now
+    unread: set[int]
 
 
 class UnitPieces:
@@ -362,7 +345,7 @@ class UnitPieces:
         """
         first = slot - slot % size
         layouts = self._layouts_for(size)
-        self._drop([slot])  # frees the last piece before memory for the next one is taken
+        self._kept[slot] = None  # frees the last piece before memory for the next one is taken
         flats = []
         for at, (layout, indices, owned) in enumerate(zip(layouts, self._indices, self._owned, strict=True)):
             if tables is not None:
@@ -373,8 +356,8 @@ class UnitPieces:
             layout.pack(flat, parts, slot - first)
             flats.append(flat)
         written = None if stream is None else Event(stream)
-        with self._lock:
-            self._kept[slot] = Piece(range(first, first + size), layouts, flats, versions, stream, written)
+        group = range(first, first + size)
+        self._kept[slot] = Piece(group, layouts, flats, versions, stream, written, {*group})
 
     def borrow(self, slot: int, versions: list[int]) -> list[Piece] | None:
         """Returns the pieces of the slot's group, with these versions; ``None`` if one is missing.
@@ -386,31 +369,22 @@ class UnitPieces:
             group = range(0) if own_piece is None else own_piece.group
             of_group = self._kept[group.start : group.stop]
             pieces = [each for each in of_group if each and each.group == group and each.versions == versions]
-            if not pieces or len(pieces) < len(group):
-                return None
-            for piece in pieces:
-                piece._number_of_readers += 1
-            return pieces
+            return pieces if pieces and len(pieces) == len(group) else None
 
     def give_back(self, slot: int, pieces: Sequence[Piece], read: Event | None) -> None:
         """Notes that the slot has launched all of its reads of these pieces. ``read``: an event after them."""
-        finished: list[int] = []
         with self._lock:
-            for piece in pieces:
-                piece._number_of_readers -= 1
-                piece._slots_done.add(slot)
-                if read is not None:
-                    piece._reads.append(read)
             for member, piece in zip(pieces[0].group, pieces, strict=True):
-                if self._kept[member] is not piece:
-                    _free_if_unread(piece)
-                elif piece._slots_done.issuperset(piece.group):
-                    finished.append(member)
-        if finished:
-            self._drop(finished)
+                if read is not None and piece.stream is not None and not hold(piece.flats, read):
+                    read.make_wait(piece.stream)
+                piece.unread.discard(slot)
+                if not piece.unread and self._kept[member] is piece:
+                    self._kept[member] = None
 
     def drop(self) -> None:
-        self._drop(range(len(self._kept)))
+        """Drops all pieces. Slots that are launching reads have references."""
+        with self._lock:
+            self._kept[:] = [None] * len(self._kept)
 
     def _layouts_for(self, size: int) -> list[Layout]:
         """Returns for each dtype the layout over ``size`` owners that fills the same full buffers as the unit's own."""
@@ -420,24 +394,6 @@ class UnitPieces:
                     Layout(owned.shapes, owned.cuts, size, owned.layout.full_offsets) for owned in self._owned
                 ]
             return self._layouts[size]
-
-    def _drop(self, slots: Sequence[int]) -> None:
-        with self._lock:
-            for slot in slots:
-                piece, self._kept[slot] = self._kept[slot], None
-                if piece is not None:
-                    _free_if_unread(piece)
-
-
-def _free_if_unread(piece: Piece) -> None:
-    """Frees a dropped piece after its reads, unless a slot launches reads now, which frees the piece later."""
-    if piece._number_of_readers:
-        return
-    if piece.stream is not None:
-        for event in piece._reads:
-            event.make_wait(piece.stream)
-    piece._reads.clear()
-    piece.flats.clear()
 
 
 def _part(full: Tensor, dim: int, number: int, parts: int) -> Tensor:

@@ -58,7 +58,7 @@ class SlotUnit:
                 self.parameters[i] = tensor
         self.is_full = self.is_unsharded = False
         self._pull_event: Event | None = None  # after the pulls of a gather that `make_full` has not finished
-        self._sent_sources: Sequence[PullSource] | None = None  # other machines are sending; the slot pulls later
+        self._sources: Sequence[PullSource] = ()  # of a gather whose pulls come later, because other machines send
         self._last_stream: torch.Stream | None = None  # the computing stream that used the parameters last
         self._memory_stream: torch.Stream | None = None  # the stream that their memory belongs to
         self._versions: list[int] = []  # versions of the sharded parameters that this slot's values come from
@@ -79,7 +79,7 @@ class SlotUnit:
     @property
     def is_started(self) -> bool:
         is_pulled = self._pull_event is not None or any(full.gathered is not None for full in self._buffers)
-        return self.is_full or is_pulled or self._sent_sources is not None
+        return self.is_full or is_pulled or bool(self._sources)
 
     # ---- gathering and freeing ---------------------------------------------------------------------------------------
 
@@ -92,20 +92,17 @@ class SlotUnit:
                 self._start(ready)
 
     def _start(self, ready: Mapping[torch.device, Event]) -> None:
-        unit, receiving = self.unit, self.unit.streams.receiving[self.slot]
+        unit = self.unit
         self._versions = unit.versions()
         with torch.no_grad(), self._naming_out_of_memory():
-            has_pulled = _torch.is_in_backward() and self._pull_pieces()
-        if not has_pulled:
-            self._sent_sources = unit.sent_sources(self.slot, ready)
-            if self._sent_sources is not None:
+            if _torch.is_in_backward() and self._pull_pieces():
                 return
-            with torch.no_grad(), self._naming_out_of_memory():
-                self._pull_from_owners(unit.sources(), ready)
-        if receiving is not None and self._buffers:
-            self._pull_event = Event(receiving)
+            self._sources = unit.sources(self.slot, ready)
+            if not unit.is_sharded_over_machines:
+                self._pull_from_owners(ready)
 
-    def _pull_from_owners(self, sources: Sequence[PullSource], ready: Mapping[torch.device, Event]) -> None:
+    def _pull_from_owners(self, ready: Mapping[torch.device, Event]) -> None:
+        sources, self._sources = self._sources, ()
         receiving = self.unit.streams.receiving[self.slot]
         if receiving is not None:  # copies to it wait for it, so the streams on which shards leave need no event
             wait_for({*ready.values()}, [receiving])
@@ -116,6 +113,7 @@ class SlotUnit:
                 self._pull(tables, at, pieces, written.items(), full.layout)
             finally:
                 source.end_pull([] if receiving is None else [Event(receiving)])
+        self._pull_event = None if receiving is None else Event(receiving)
 
     def _pull_pieces(self) -> bool:
         """Pulls the pieces of the slot's group (`UnitPieces`). Returns false if one is missing."""
@@ -130,7 +128,8 @@ class SlotUnit:
             for at, layout in enumerate(pieces[0].layouts):
                 self._pull(tables, at, [piece.flats[at] for piece in pieces], written, layout)
         finally:
-            unit.pieces.give_back(self.slot, pieces, None if receiving is None else Event(receiving))
+            self._pull_event = None if receiving is None else Event(receiving)
+            unit.pieces.give_back(self.slot, pieces, self._pull_event)
         return True
 
     def _allocate_for_kernels(self) -> PeerTables | None:
@@ -193,11 +192,8 @@ class SlotUnit:
     def _fill(self, ready: Mapping[torch.device, Event]) -> None:
         computing, receiving = current_streams([self.device]), self.unit.streams.receiving[self.slot]
         with torch.no_grad(), self._naming_out_of_memory():
-            if self._sent_sources is not None:
-                sent, self._sent_sources = self._sent_sources, None
-                self._pull_from_owners(sent, ready)
-                if receiving is not None:
-                    self._pull_event = Event(receiving)
+            if self._sources:
+                self._pull_from_owners(ready)
             if self._pull_event is not None:
                 wait_for([self._pull_event], computing.values())
             if self._memory_stream is None:
@@ -248,10 +244,10 @@ class SlotUnit:
                 wait_for([self._pull_event], [home])
             for full in self._buffers:
                 if full.gathered is not None and self._pull_event is not None:
-                    hold([full.gathered], self._pull_event)
+                    hold([full.gathered[0]], self._pull_event)
                 full.gathered = None  # its memory belongs to the receiving stream, which alone has used it
                 full.free(keeps_memory)
-            self._pull_event = self._sent_sources = None
+            self._pull_event, self._sources = None, ()
             if not keeps_memory:
                 self._memory_stream = None
             self.is_full = self.is_unsharded = self._is_as_after_backward = self._is_kept_for_graph = False
@@ -269,10 +265,13 @@ class SlotUnit:
         with self._lock:
             if self.is_started:
                 return
+            self._order_computing_streams()
             with torch.no_grad(), self._naming_out_of_memory():
                 for full, other_full in zip(self._buffers, other._buffers, strict=True):
+                    full.allocate()
                     full.copy_from(other_full)
-                self._versions = other._versions
+            self._versions = other._versions
+            self._fill({})
 
     def drop_old_values(self) -> None:
         """Frees the full parameters if the sharded ones may have changed since. Counters miss some changes.

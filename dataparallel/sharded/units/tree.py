@@ -24,10 +24,9 @@ from dataparallel.comm.streams.current import Event, GivenEvents, current_stream
 from dataparallel.devices import CPU
 from dataparallel.optimizer_steps import before_steps
 from dataparallel.profiling import stage
-from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.units.gradients import SumsOfPass
 from dataparallel.sharded.units.sharded_unit import PassGradients, ShardedUnit
-from dataparallel.sharded.units.shards import LastCopies, wait_for
+from dataparallel.sharded.units.shards import wait_for
 from dataparallel.sharded.units.slot_unit import SlotUnit
 from dataparallel.sharded.units.unit import Unit
 
@@ -168,7 +167,6 @@ class Tree:
     """The units of one tree, the root's first.
 
     Attributes:
-        copies: notes the last copies of shards of all units.
         next_unit: for each unit the unit that came after it in the last forward.
         order_of_sums: the numbers of units in rank 0's order of sums over machines; empty until it is known.
     """
@@ -181,7 +179,6 @@ class Tree:
         self._failed: list[BackwardPass] = []  # passes that have failed while tasks of the engine run on in them
         self._ending_thread: int | None = None  # ends a pass now
         self._changed = threading.Condition()
-        self.copies = LastCopies()
         self._registering = threading.Lock()  # guards what a tree registers, and how many calls run
         self._number_of_calls = 0
         self._unfinished: list[SumsOfPass] = []  # of passes before the last one of a step
@@ -371,12 +368,8 @@ class Tree:
 
     def make_owners_wait(self, computing: Mapping[torch.device, torch.Stream]) -> None:
         """Orders later writes to the shards, by streams and by the host, after all pulls and copies of shards."""
-        copies = self.copies.take_last()
-        streams = self.units[0].streams
-        after_reads = streams.meet("pulls", [*copies, *streams.after_pulls()])
-        wait_for([] if after_reads is None else [after_reads], computing.values())
-        if any(unit.is_offloaded for unit in self.units):
-            note_host_reads(copies)
+        is_offloaded = any(unit.is_offloaded for unit in self.units)
+        self.units[0].streams.make_owners_wait(computing, is_offloaded)
 
 
 class RootCall:
@@ -390,7 +383,7 @@ class RootCall:
         tree.last_call = self
         for unit in tree.units:
             unit.begin_gathers(len(slots), tree.gathers)
-            unit.settle, unit.pass_gradients, unit.copies = tree.settle, tree.pass_gradients, tree.copies
+            unit.settle, unit.pass_gradients = tree.settle, tree.pass_gradients
             unit.deliver = partial(tree.deliver, unit)
         self.computing = current_streams(tree.slots)
         ready = tree.take_post_optim_event() or tree.units[0].streams.meet("calls", map(Event, self.computing.values()))

@@ -22,7 +22,7 @@ from dataparallel.sharded.units.buffers import PeerTables, naming_out_of_memory
 from dataparallel.sharded.units.gradients import UnitGradients
 from dataparallel.sharded.units.nodes import Receiver, make_outputs, reach_parameters
 from dataparallel.sharded.units.sharded_unit import ShardedUnit
-from dataparallel.sharded.units.shards import cut_of, wait_for
+from dataparallel.sharded.units.shards import cut_of
 from dataparallel.sharded.units.slot_unit import SlotUnit
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class Unit(ShardedUnit):
         if not async_op:
             handle.wait()
         elif self.is_offloaded:
-            note_host_reads(self.copies.last())
+            note_host_reads([*self.streams.last_casts.values()])
         return handle
 
     def reshard(self) -> None:
@@ -222,16 +222,9 @@ class Unit(ShardedUnit):
             return
         self.settle()
         self.free()
-        self.make_owners_wait()
+        self.streams.make_owners_wait(current_streams(self.slots), self.is_offloaded)
         self.show_current()
         self.refuse_overwritten()
-
-    def make_owners_wait(self) -> None:
-        """Orders later writes to the shards, by streams and by the host, after all pulls and copies of shards."""
-        copies = self.copies.last()
-        wait_for([*copies, *self.streams.after_pulls()], current_streams(self.slots).values())
-        if self.is_offloaded:
-            note_host_reads(copies)
 
 
 class _UnshardHandle:
@@ -244,7 +237,8 @@ class _UnshardHandle:
         """Makes the current streams wait for the gather. The user's modules have the full parameters from now on."""
         for slot_unit in self._unit.slot_units:
             slot_unit.make_full(self._ready)
-        self._unit.make_owners_wait()
+        unit = self._unit
+        unit.streams.make_owners_wait(current_streams(unit.slots), unit.is_offloaded)
         self._unit.show_current()
 
 
