@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dataparallel.sharded.units.shards import PullSource
+from dataparallel.sharded.units.gather import PullSource
 
 
 def recorded_gathers(monkeypatch: pytest.MonkeyPatch) -> list[PullSource]:

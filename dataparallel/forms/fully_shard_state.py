@@ -165,12 +165,12 @@ class FullyShardState(StateOnSlots):
             if FORM_ATTRIBUTE in vars(module):
                 states.setdefault(vars(module)[FORM_ATTRIBUTE][1], path)
         units = [state.unit for state in states]
-        with self._making:
-            if self._tree is None or self._tree.units != units:
-                self._tree = self._make_tree(states)
         for unit in units:
             if unit.is_reshard_automatic:
                 unit.reshard_after_forward = unit is not self.unit
+        with self._making:
+            if self._tree is None or self._tree.units != units:
+                self._tree = self._make_tree(states)
         self._tree.prepare()
 
     def _make_tree(self, states: Mapping[FullyShardState, str]) -> Tree:
@@ -200,8 +200,7 @@ class FullyShardState(StateOnSlots):
     def _why_no_graphs(self, units: Sequence[Unit]) -> str | None:
         """Why no replica is captured, in words: a unit frees its parameters after forward. ``None`` if none does."""
         for unit in units:
-            frees = unit is not self.unit if unit.is_reshard_automatic else unit.reshard_after_forward is not False
-            if frees:
+            if unit.reshard_after_forward is not False:
                 what = f"the unit {unit.name!r} frees its parameters after forward"
                 return f"{what}. Give it reshard_after_forward=False too"
         return None

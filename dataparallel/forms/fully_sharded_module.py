@@ -19,10 +19,15 @@ from dataparallel.replicas.plan import UNIT_MODULE
 
 
 class UnshardHandle:
-    """The handle that `FullyShardedModule.unshard` returns. This class is for a module without devices: no gather."""
+    """The handle that `FullyShardedModule.unshard` returns."""
+
+    def __init__(self, started: Sequence[tuple[Any, Any]]) -> None:
+        self._started = started  # the unit, and what `end_unshard` takes; without devices there is none
 
     def wait(self) -> None:
-        """Makes the current stream wait for the full parameters, and gives them to the module."""
+        """Makes the current streams wait for the full parameters, and gives them to the module."""
+        for unit, ready in self._started:
+            unit.end_unshard(ready)
 
 
 class FullyShardedModule(ManagedModule):
@@ -123,9 +128,8 @@ class FullyShardedModule(ManagedModule):
         Returns:
             The handle, or ``None`` without ``async_op``.
         """
-        handle, async_op = UnshardHandle(), checked("async_op", async_op, bool)
-        for unit in _units(self, recurse=False):
-            handle = unit.unshard(async_op)
+        async_op = checked("async_op", async_op, bool)
+        handle = UnshardHandle([(unit, unit.start_unshard()) for unit in _units(self, recurse=False)])
         if async_op:
             return handle
         handle.wait()

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dataparallel.sharded.units.gather import SlotUnit
 from dataparallel.sharded.units.sharded_unit import ShardedUnit
-from dataparallel.sharded.units.slot_unit import SlotUnit
 from dataparallel.sharded.units.tree import RootCall
 from dataparallel.sharded.units.unit import Unit
 from dataparallel.testing.cases import seeded, sgd

@@ -280,24 +280,23 @@ BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
     "gradients.py:UnitGradients.add_up:Event:1": (a_sum_that_fails, "freed too early: "),
     "gradients.py:UnitGradients.add_up:wait_for:1": (training, "race: sum_float32 reads"),
     "gradients.py:UnitGradients.add_up:wait_for:2": (a_sum_that_fails, "freed too early: "),
-    "shards.py:LastCopies.record:Event:1": (training_in_bfloat16, "race: copy_many reads"),
-    "shards.py:PullSource._copying:make_wait:1": (training_in_bfloat16, "race: "),
-    "shards.py:PullSource._let_go:wait_for:1": (training_in_bfloat16, "freed too early: .*copy_many, which reads"),
-    "shards.py:TreeStreams.now:Event:1": (unshard_and_reshard, "race: copy_many reads"),
-    "shards.py:TreeStreams.after_pulls:Event:1": (inference, "race: .*copy_many, which reads"),
-    "shards.py:UnitPieces.keep:Event:1": (a_loss_of_one_slot, "race: copy_many reads"),
-    "shards.py:_free_if_unread:make_wait:1": (training_in_twos, "freed too early: .*copy_many"),
-    "slot_unit.py:SlotUnit._allocate_for_kernels:make_wait:1": (training, "race: copy_many writes"),
-    "slot_unit.py:SlotUnit._fill:wait_for:1": (training, "race: .*copy_many, which writes"),
-    "slot_unit.py:SlotUnit._order_computing_streams:make_wait:1": (use_on_other_streams, "race: .*copy_many"),
-    "slot_unit.py:SlotUnit._pull:wait_for:1": (training_in_bfloat16, "race: copy_many reads"),
-    "slot_unit.py:SlotUnit._pull_from_owners:Event:1": (training_in_bfloat16, "freed too early: .*copy_many"),
-    "slot_unit.py:SlotUnit._pull_from_owners:wait_for:1": (training, "race: copy_many reads"),
-    "slot_unit.py:SlotUnit._pull_pieces:Event:1": (training_in_twos, "freed too early: .*copy_many"),
-    "slot_unit.py:SlotUnit._start:Event:1": (training, "race: .*copy_many, which writes"),
-    "slot_unit.py:SlotUnit.free:Event:1": (use_on_other_streams, "freed too early: "),
-    "slot_unit.py:SlotUnit.free:wait_for:1": (use_on_other_streams, "freed too early: "),
-    "slot_unit.py:SlotUnit.free:wait_for:2": (unshard_in_vain, "freed too early: .*copy_many, which writes"),
+    "gather.py:PullSource._copying:Event:1": (training_in_bfloat16, "race: copy_many reads"),
+    "gather.py:PullSource._copying:make_wait:1": (training_in_bfloat16, "race: "),
+    "gather.py:PullSource._let_go:wait_for:1": (training_in_bfloat16, "freed too early: .*copy_many, which reads"),
+    "sharded_unit.py:TreeStreams.now:Event:1": (unshard_and_reshard, "race: copy_many reads"),
+    "sharded_unit.py:TreeStreams.after_pulls:Event:1": (inference, "race: .*copy_many, which reads"),
+    "gather.py:SourceOfPieces.keep:Event:1": (a_loss_of_one_slot, "race: copy_many reads"),
+    "gather.py:SourceOfPieces.end_pull:make_wait:1": (training_in_twos, "freed too early: .*copy_many"),
+    "gather.py:SlotUnit._allocate_for_kernels:make_wait:1": (training, "race: copy_many writes"),
+    "gather.py:SlotUnit._fill:wait_for:1": (training, "race: .*copy_many, which writes"),
+    "gather.py:SlotUnit._order_computing_streams:make_wait:1": (use_on_other_streams, "race: .*copy_many"),
+    "gather.py:SlotUnit._pull:wait_for:1": (training_in_bfloat16, "race: copy_many reads"),
+    "gather.py:SlotUnit._pull_all:Event:1": (training_in_bfloat16, "freed too early: .*copy_many"),
+    "gather.py:SlotUnit._pull_all:wait_for:1": (training, "race: copy_many reads"),
+    "gather.py:SlotUnit._pull_all:Event:2": (training, "race: .*copy_many, which writes"),
+    "gather.py:SlotUnit.free:Event:1": (use_on_other_streams, "freed too early: "),
+    "gather.py:SlotUnit.free:wait_for:1": (use_on_other_streams, "freed too early: "),
+    "gather.py:SlotUnit.free:wait_for:2": (unshard_in_vain, "freed too early: .*copy_many, which writes"),
     "gradients.py:SumsOfPass._make_computing_wait:wait_for:1": (training, "sum_float32|_foreach_add_"),
     "gradients.py:SumsOfPass.drop_all:_make_computing_wait:1": (a_model_that_fails, "freed too early: "),
     "gradients.py:SumsOfPass.make_callers_wait:Event:1": (streams_that_change, "race: "),
@@ -305,10 +304,9 @@ BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
     "gradients.py:SumsOfPass.note_sums:Event:1": (training, "sum_float32|_foreach_add_"),
     "gradients.py:SumsOfPass.release_deliveries:make_wait:1": (training, "freed too early: .*sum_float32, which reads"),
     "gradients.py:SumsOfPass.wait_for_sums:_make_computing_wait:1": (training, "sum_float32|_foreach_add_"),
-    "tree.py:Tree.make_owners_wait:wait_for:1": (inference, "race: .*copy_many, which reads"),
+    "sharded_unit.py:TreeStreams.make_owners_wait:wait_for:1": (inference, "race: .*copy_many, which reads"),
     "tree.py:Tree._wait_for_optimizer:wait_for:1": (an_event_after_other_shards, "race: "),
     "tree.py:Tree.take_post_optim_event:GivenEvents:1": (an_event_after_the_optimizer, "race: copy_many reads"),
-    "unit.py:Unit.make_owners_wait:wait_for:1": (unshard_and_reshard, "race: .*copy_many, which reads"),
     "meeting of calls": (training, "race: copy_many reads"),
     "meeting of casts": (training_in_bfloat16, "copy_many"),
     "meeting of pulls": (inference, "race: .*copy_many, which reads"),
@@ -319,29 +317,29 @@ BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
 
 BY_COPIES: dict[str, tuple[Callable[[list], None], str]] = {
     "gradients.py:UnitGradients._packed:Event:1": (training, "race: "),
-    "slot_unit.py:SlotUnit._fill:Event:2": (training, "freed too early: "),
-    "slot_unit.py:SlotUnit._fill:wait_for:2": (training, "freed too early: "),
-    "slot_unit.py:SlotUnit._pull:make_wait:1": (training_in_bfloat16, "race: "),
-    "slot_unit.py:SlotUnit._pull_from_owners:wait_for:1": (training, "race: "),
+    "gather.py:SlotUnit._fill:Event:1": (training, "freed too early: "),
+    "gather.py:SlotUnit._fill:wait_for:2": (training, "freed too early: "),
+    "gather.py:SlotUnit._pull:make_wait:1": (training_in_bfloat16, "race: "),
+    "gather.py:SlotUnit._pull_all:wait_for:1": (training, "race: "),
 }
 """Guards of copies alone, and some that are theirs too."""
 
 ELSEWHERE = {
     "tree.py:RootCall.gather_for_backward:make_wait:1",  # an order of launches: it costs time, and no value
     "gradients.py:UnitGradients._empty_delivery:release_deliveries:1",  # as for an owner that has delivered
-    "slot_unit.py:SlotUnit._fill:Event:1",  # machines send
     "gradients.py:SumsOfPass.wait_for_sums:synchronize:1",  # the host adds: tests/sharded/units/test_gradients.py
-    "shards.py:wait_for:make_wait:1",  # each use of it is a guard
-    *(f"shards.py:TreeStreams.meet:{call}:1" for call in ("wait_for", "Event")),  # each purpose is one
+    "sharded_unit.py:wait_for:make_wait:1",  # each use of it is a guard
+    *(f"sharded_unit.py:TreeStreams.meet:{call}:1" for call in ("wait_for", "Event")),  # each purpose is one
 }
 
 GUARDS = {name: guard for name, guard in guards_in("sharded/units/").items() if "over_machines" not in name}
 
 
 HELD = {
+    "gather.py:SourceOfPieces.end_pull:make_wait:1",
     "gradients.py:UnitGradients._take:release_deliveries:1",
-    "slot_unit.py:SlotUnit._fill:Event:2",
-    "slot_unit.py:SlotUnit._fill:wait_for:2",
+    "gather.py:SlotUnit._fill:Event:1",
+    "gather.py:SlotUnit._fill:wait_for:2",
     "gradients.py:SumsOfPass.drop_all:_make_computing_wait:1",
     "gradients.py:SumsOfPass.release_deliveries:make_wait:1",
 }
@@ -353,7 +351,7 @@ def expect_without(name: str, situation: Callable[[list], None], found: str, slo
         pytest.skip("the memory is held")
     guard, purpose = GUARDS.get(name), None
     if guard is None:
-        guard, purpose = GUARDS["shards.py:TreeStreams.meet:wait_for:1"], name.removeprefix("meeting of ")
+        guard, purpose = GUARDS["sharded_unit.py:TreeStreams.meet:wait_for:1"], name.removeprefix("meeting of ")
 
     def run() -> None:
         situation(slots)

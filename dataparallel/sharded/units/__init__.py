@@ -1,12 +1,12 @@
 """Runs ``composable.fully_shard``: units are gathered on each slot before they are used, and freed afterwards.
 
-Files in the order in which they are read, as each imports only from files before it: what a unit is made of
-(``buffers``, ``shards``, ``sharded_unit``), its gather (``slot_unit``), its gradients (``over_machines``,
+Files in the order in which they are read, as each imports only from files before it: memory and tables (``buffers``),
+a unit where its owners have it (``sharded_unit``), its gather on a slot (``gather``), its gradients (``over_machines``,
 ``gradients``), nodes of the graph (``nodes``), the whole unit (``unit``), all units (``tree``), and calls (``calls``).
 
 * A *unit* is the parameters that one application of ``fully_shard`` gathers and frees together (`unit.Unit`).
 * A *tree* is the units of the outermost module that is called, which is the tree's *root* (`tree.Tree`).
-* A *slot* is a place where a replica runs (`slot_unit.SlotUnit`). Its device is also an *owner*: it keeps one shard of
+* A *slot* is a place where a replica runs (`gather.SlotUnit`). Its device is also an *owner*: it keeps one shard of
   each parameter, and the optimizer steps there.
 * A *gather* copies a unit's shards from all owners to one slot, where the unit is *full* until it is freed.
 * A *delivery* is the gradients that one slot has computed for a unit. The owners add up the deliveries of all slots.

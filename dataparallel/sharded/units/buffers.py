@@ -340,14 +340,14 @@ class PeerTables:
         self,
         slots: Sequence[torch.device],
         precision: Precision,
-        gathered: Sequence[DtypeGroup],
+        gathered: Sequence[tuple[Layout, torch.dtype]],
         groups: Sequence[DtypeGroup],
     ) -> None:
         self._slots, self._precision, self._groups = slots, precision, groups
-        self._dtypes = [precision.on_slots(dtype) for _, _, dtype in gathered]
+        self._dtypes = [precision.on_slots(dtype) for _, dtype in gathered]
         self._gathers: dict[tuple[int, int, int], DeviceTable] = {}
         for slot in range(len(slots)):
-            for at, (_, layout, _) in enumerate(gathered):
+            for at, (layout, _) in enumerate(gathered):
                 self.gather(slot, at, layout)
         self._sums: dict[tuple[int, int, torch.dtype], list[_Sum]] = {}
         self.summed = [self._dtype_summed(dtype) for _, _, dtype in groups]

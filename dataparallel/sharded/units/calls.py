@@ -16,9 +16,9 @@ from dataparallel import _torch
 from dataparallel.batches.structures import tensors_in
 from dataparallel.replicas.plan import UNIT_MODULE
 from dataparallel.sharded.units.buffers import Precision
+from dataparallel.sharded.units.gather import SlotUnit
 from dataparallel.sharded.units.nodes import InputNodes, before_gradient, with_one_node, with_own_memory
 from dataparallel.sharded.units.sharded_unit import Registries
-from dataparallel.sharded.units.slot_unit import SlotUnit
 from dataparallel.sharded.units.tree import RootCall
 from dataparallel.sharded.units.unit import Unit
 

@@ -27,8 +27,7 @@ from dataparallel.profiling import stage
 from dataparallel.sharded import operators
 from dataparallel.sharded.tensor import ShardedTensor, Taker, divided_like, hand_over, is_divided_alike
 from dataparallel.sharded.units.buffers import Gradients, Layout, PeerTables, added_in, naming_out_of_memory
-from dataparallel.sharded.units.sharded_unit import FormerShardedGrad, PassGradients, ShardedUnit, WaitingSums
-from dataparallel.sharded.units.shards import wait_for
+from dataparallel.sharded.units.sharded_unit import FormerShardedGrad, PassGradients, ShardedUnit, WaitingSums, wait_for
 
 if TYPE_CHECKING:
     from dataparallel.sharded.units.over_machines import SumsOverMachines

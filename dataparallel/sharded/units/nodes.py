@@ -23,8 +23,8 @@ from dataparallel.comm.kinds import alias
 from dataparallel.comm.streams.current import memory_of
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.sharded.units.gather import SlotUnit
 from dataparallel.sharded.units.sharded_unit import ShardedUnit
-from dataparallel.sharded.units.slot_unit import SlotUnit
 
 
 def make_outputs(

@@ -17,25 +17,170 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.comm import settings
 from dataparallel.comm.host import can_pin
-from dataparallel.comm.streams.current import Event
+from dataparallel.comm.streams.current import Event, current_streams, kept_stream
 from dataparallel.devices import CPU
 from dataparallel.gradients.gradient_sums import FormerGrad, hooked
 from dataparallel.sharded import operators
+from dataparallel.sharded.operators import note_host_reads
+from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor, divided_like, is_divided_alike
 from dataparallel.sharded.units.buffers import DtypeGroup, Layout, PeerTables, Precision
-from dataparallel.sharded.units.shards import (
-    OwnedShards,
-    PullSource,
-    SourceOverMachines,
-    UnitPieces,
-    cut_of,
-    streams_of,
-)
 from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
     from dataparallel.machines.arguments import MachineMesh
-    from dataparallel.machines.lanes import Lane
+
+
+class TreeStreams:
+    """The side streams of a tree on the devices of its slots. On the CPU there are none.
+
+    A copy between devices orders the current streams of both: the sending one waits for the receiving one before the
+    copy, which waits for the sending one after it. So an event on the receiving stream comes after all earlier pulls.
+
+    Attributes:
+        receiving: for each slot the stream on its device on which its pulls end. It owns the matrix that is received.
+        pulling: for each slot the streams that are current while it pulls: the receiving one on its own device, and on
+            each other owner a stream on which shards leave.
+        adding: for each device the stream on which gradients arrive, are summed, and leave.
+        casting: for each device the stream on which shards are cast or sent before slots pull them.
+        last_casts: for each device an event after the last casts there, of any tree on these slots. Before it no stream
+            may write to shards, and while one in pinned memory is sent, neither may the host.
+    """
+
+    def __init__(self, slots: Sequence[torch.device]) -> None:
+        self.slots = list(slots)
+        self.receiving = [_kept(device, "gathers", i) for i, device in enumerate(slots)]
+        self.adding = self._on_each("sums")
+        self.casting = self._on_each("shards are cast")
+        self.last_casts: dict[torch.device, Event] = {}
+        self.pulling: list[Mapping[torch.device, torch.Stream]] = []
+        for slot, (device, stream) in enumerate(zip(slots, self.receiving, strict=True)):
+            # Only one stream of a device can be current.
+            self.pulling.append(self._on_each("shards leave", slot) | ({} if stream is None else {device: stream}))
+
+    def _on_each(self, purpose: str, number: int = 0) -> dict[torch.device, torch.Stream]:
+        return {d: stream for d in {*self.slots} if (stream := _kept(d, purpose, number)) is not None}
+
+    def meet(self, purpose: str, events: Iterable[Event]) -> Event | None:
+        """Returns one event after all ``events`` and earlier ones of the same purpose; ``None`` on the CPU."""
+        stream = _kept(self.slots[0], f"{purpose} meet")
+        if stream is None:
+            return None
+        wait_for(events, [stream])
+        return Event(stream)
+
+    def make_owners_wait(self, computing: Mapping[torch.device, torch.Stream], is_offloaded: bool) -> None:
+        """Orders later writes to the shards, by these streams and by the host, after all pulls and casts of shards."""
+        casts = [*self.last_casts.values()]
+        after_reads = self.meet("pulls", [*casts, *self.after_pulls()])
+        wait_for([] if after_reads is None else [after_reads], computing.values())
+        if is_offloaded:
+            note_host_reads(casts)
+
+    def after_pulls(self) -> list[Event]:
+        """Returns an event for each slot, after all of its pulls that have been launched."""
+        return [Event(stream) for stream in self.receiving if stream is not None]
+
+    def now(self) -> dict[torch.device, Event]:
+        """Returns for each device an event on its current stream."""
+        return {device: Event(stream) for device, stream in current_streams(self.slots).items()}
+
+
+_of_slots: dict[tuple[torch.device, ...], TreeStreams] = {}
+
+
+def streams_of(slots: Sequence[torch.device]) -> TreeStreams:
+    """Returns the streams of all trees on these slots: one object, because the units of a tree note casts there."""
+    return _of_slots.setdefault((*slots,), TreeStreams(slots))
+
+
+def wait_for(events: Iterable[Event], streams: Iterable[torch.Stream]) -> None:
+    streams = [*streams]
+    for event in events:
+        for stream in streams:
+            event.make_wait(stream)
+
+
+def _kept(device: torch.device, purpose: str, number: int = 0) -> torch.Stream | None:
+    return None if device == CPU else kept_stream(device, purpose, number)
+
+
+class OwnedShards:
+    """The shards of a unit's parameters of one dtype, in one flat shard for each owner (``flats``).
+
+    Other code may give a parameter other memory: ``load_state_dict(assign=True)``, ``model.half()``, ``to_empty``. Then
+    the shards are packed again before the next call.
+
+    Attributes:
+        positions: of the parameters in the unit.
+        shapes, cuts: of the parameters, which are whole, and along which dimension they are cut.
+        layout: of the flat shards of all owners, on all machines (``over``: how many, and the number of this one).
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[ShardedTensor],
+        owners: Sequence[torch.device],
+        positions: Sequence[int] = (),
+        pin: bool = False,
+        over: tuple[int, int] = (1, 0),
+    ) -> None:
+        self.parameters, self.owners, self.positions = list(parameters), list(owners), positions
+        self.dtype = parameters[0].dtype
+        self.shapes, self.cuts = [p.shape for p in parameters], [cut_of(p) for p in parameters]
+        self.layout = Layout(self.shapes, self.cuts, len(owners), machines=over[0], machine=over[1])
+        self._pin = pin
+        self.flats: list[Tensor] = []
+        self._packed: list[tuple[Tensor, ...]] = []  # each parameter's shards as `pack` has made them
+        self._addresses: list[list[int]] = []  # of these
+        self._number_of_packs = 0
+        self.pack()
+
+    @property
+    def are_on_meta(self) -> bool:
+        return any(parameter._shards[0].is_meta for parameter in self.parameters)
+
+    def off_host(self) -> torch.device | None:
+        """Returns the device of a shard that is not in host memory; ``None`` if all shards are."""
+        return next((s.device for p in self.parameters for s in p._shards if s.device != CPU), None)
+
+    def is_stale(self) -> bool:
+        """True if a parameter's shards are not the views that `pack` has made."""
+        # Other code replaces all shards of a parameter at once, so most often the comparison of the tuples is enough.
+        return any(
+            parameter._shards is not packed and addresses != [shard.data_ptr() for shard in parameter._shards]
+            for parameter, packed, addresses in zip(self.parameters, self._packed, self._addresses, strict=True)
+        )
+
+    def versions(self) -> list[int]:
+        """Returns numbers that change with the values, also if these are written through ``data`` or ``shards``."""
+        return [self._number_of_packs, *map(_torch.version_of, self.flats)]
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Copies the shards into new flat ones, one for each owner, and makes them views of these."""
+        self.flats, self._number_of_packs = [], self._number_of_packs + 1
+        if not self.are_on_meta:
+            with torch.inference_mode(False):  # the shards outlive the block that the call may be in
+                for owner in range(len(self.owners)):
+                    parts = [parameter._shards[owner] for parameter in self.parameters]
+                    flat = torch.zeros(self.layout.numel, dtype=self.dtype, device=parts[0].device)
+                    if self._pin and flat.device == CPU and can_pin(self.owners[owner].type):
+                        flat = flat.pin_memory()
+                    self.layout.pack(flat, parts, owner)
+                    self.flats.append(flat)
+                views = [self.layout.parts_of(flat, owner) for owner, flat in enumerate(self.flats)]
+            for i, parameter in enumerate(self.parameters):
+                parameter._shards = tuple(of_owner[i] for of_owner in views)
+        self._packed = [parameter._shards for parameter in self.parameters]
+        self._addresses = [[shard.data_ptr() for shard in shards] for shards in self._packed]
+
+
+def cut_of(parameter: ShardedTensor) -> Shard:
+    """Returns the placement of a unit's parameter, which is never replicated."""
+    placement = parameter.placement
+    assert isinstance(placement, Shard)
+    return placement
 
 
 class Registries:
@@ -232,11 +377,10 @@ class ShardedUnit:
         settle: waits until the tree of the last call runs no pass of backward.
         pass_gradients: returns the gradients of the pass that the running backward has in that tree.
         deliver: gives the gradients of all parameters on a slot to the tree that takes them.
-        indices: for each dtype the positions of its parameters; ``owned`` has their flat shards.
+        owned: for each dtype its parameters, and their flat shards.
         groups: for each dtype the parameters that need gradients, and their layout.
         trainable: positions of the parameters that need gradients.
         partial: sums of this machine, or of its shard group, that wait for the sums of other machines.
-        pieces: what slots keep between forward and backward.
         comm_settings: those of the last call. Its backward may run in threads without the caller's settings.
         tables: the tables of the unit if kernels serve it in this call.
         graphs: captured graphs of all trees of the unit, which read full parameters where they are.
@@ -273,8 +417,7 @@ class ShardedUnit:
         self.pass_gradients: Callable[[], PassGradients] | None = None
         self.deliver: Callable[[int, Sequence[Tensor | None]], None] | None = None
         self.registries = Registries()
-        self.streams = streams_of(*self.slots)
-        self._lock = threading.Lock()
+        self.streams = streams_of(self.slots)
         self._making = threading.Lock()  # held while slots get their units: the first calls may come at once
         self._make_owned()
 
@@ -282,31 +425,24 @@ class ShardedUnit:
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, parameter in enumerate(self.parameters):
             by_dtype.setdefault(parameter.dtype, []).append(i)
-        self.indices = [*by_dtype.values()]
         self.owned = [
-            OwnedShards([self.parameters[i] for i in indices], self.slots, self._pin, self.sharded_over)
-            for indices in self.indices
+            OwnedShards([self.parameters[i] for i in positions], self.slots, positions, self._pin, self.sharded_over)
+            for positions in by_dtype.values()
         ]
         self._noted_versions: list[int] | None = None  # as a call or pass began
         self._had_no_values = any(owned.are_on_meta for owned in self.owned)
         self._parameter_flags = self._present_flags()
         self.trainable = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
         self.groups: list[DtypeGroup] = []
-        for indices, owned in zip(self.indices, self.owned, strict=True):
-            if kept := [i for i in indices if self.parameters[i].requires_grad]:
+        for owned in self.owned:
+            if kept := [i for i in owned.positions if self.parameters[i].requires_grad]:
                 shapes, cuts = [self.parameters[i].shape for i in kept], [cut_of(self.parameters[i]) for i in kept]
                 layout = Layout(shapes, cuts, len(self.slots), None, *self.sharded_over)
                 self.groups.append((kept, layout, owned.dtype))
         self.partial: WaitingSums | None = None
-        self.pieces = UnitPieces(len(self.slots), self.indices, self.owned)
         self.comm_settings = settings.current()
         self.tables: PeerTables | None = None
         self._made_tables: PeerTables | None = None
-        self._rounds: list[Sequence[PullSource]] = []
-        self._number_of_gathers = [0] * len(self.slots)  # of each slot, since the rounds began
-        self._gathers: Lane | None = None  # of the last tree that has called the unit
-        self._epoch: int | None = None  # of the machines, in which the call or pass has begun
-        self._pulls = len(self.slots)  # how many slots pull in a round
 
     def _present_flags(self) -> list[Any]:
         return [(id(p), p.dtype, p.requires_grad) for p in self.parameters]
@@ -336,39 +472,6 @@ class ShardedUnit:
         host = torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned)
         return host.copy_(part, non_blocking=pinned)
 
-    # ---- sources of pulls --------------------------------------------------------------------------------------------
-
-    def sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[PullSource]:
-        """Returns for each dtype the source of the slot's next gather, which other machines have begun to send.
-
-        The first gathers of all slots have the same sources, their second ones the next, and so on. So values are cast
-        once for all slots, and all machines gather in one order, whichever of their slots comes first.
-        """
-        with self._lock:
-            number = self._number_of_gathers[slot]
-            self._number_of_gathers[slot] += 1
-            if number == len(self._rounds):
-                self._rounds.append(self._new_sources(ready))
-            return self._rounds[number]
-
-    def _new_sources(self, ready: Mapping[torch.device, Event]) -> Sequence[PullSource]:
-        of_owned = [(each, self.precision.on_slots(each.dtype), self.streams, self._pulls) for each in self.owned]
-        if self.machines is None or self.machines.gathers is None:
-            return [PullSource(*each) for each in of_owned]
-        lane = self._gathers or self.machines.gathers
-        epoch = lane.machines.epoch if self._epoch is None else self._epoch  # outside of a call there is none
-        sources = [SourceOverMachines(*each) for each in of_owned]
-        for source in sources:
-            source.send(self.name, lane, epoch, ready)
-        return sources
-
-    def _renew_sources(self, pulls: int) -> None:
-        """Drops all sources, so that shards are cast or sent again for the next ``pulls`` slots."""
-        with self._lock:
-            rounds, self._rounds, self._number_of_gathers, self._pulls = self._rounds, [], [0] * len(self.slots), pulls
-        for source in chain.from_iterable(rounds):
-            source.drop()
-
     def versions(self) -> list[int]:
         """Returns numbers that change with the values of the parameters. A call or pass keeps its first ones.
 
@@ -382,25 +485,13 @@ class ShardedUnit:
             versions += owned.versions()
         return versions
 
-    def begin_gathers(self, slots: int, lane: Lane | None = None) -> None:
-        """Begins a call or a pass of backward on the first ``slots`` slots. Until it ends, no parameter may change.
-
-        ``lane``: that of the tree, if parameters are sharded over machines. All gathers of a tree have one order.
-        """
+    def note_versions(self) -> None:
+        """Notes `versions` for a call or a pass. Until `forget_versions`, no parameter may change."""
         self._noted_versions = None
         self._noted_versions = self.versions()
-        self._epoch = None if lane is None else lane.machines.epoch
-        self._gathers = lane or self._gathers
-        self._renew_sources(slots)
 
-    def end_gathers(self) -> None:
-        """Ends a call or a pass: the parameters may change. Copies for slots that have not pulled are dropped."""
-        self._noted_versions = self._epoch = None
-        self._renew_sources(len(self.slots))
-
-    def has_group(self, slot: int, size: int) -> bool:
-        """True if the slot may keep a piece. Over machines its whole group has to take part, as all gather alike."""
-        return self.sharded_over[0] == 1 or slot - slot % size + size <= self._pulls
+    def forget_versions(self) -> None:
+        self._noted_versions = None
 
     def refuse_changed(self, versions: list[int]) -> None:
         """Raises if a parameter has changed since a forward, in which `versions` returned these."""

@@ -24,10 +24,9 @@ from dataparallel.comm.streams.current import Event, GivenEvents, current_stream
 from dataparallel.devices import CPU
 from dataparallel.optimizer_steps import before_steps
 from dataparallel.profiling import stage
+from dataparallel.sharded.units.gather import SlotUnit
 from dataparallel.sharded.units.gradients import SumsOfPass
-from dataparallel.sharded.units.sharded_unit import PassGradients, ShardedUnit
-from dataparallel.sharded.units.shards import wait_for
-from dataparallel.sharded.units.slot_unit import SlotUnit
+from dataparallel.sharded.units.sharded_unit import PassGradients, ShardedUnit, wait_for
 from dataparallel.sharded.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -356,7 +355,7 @@ class Tree:
                 if ended.reaches_units:
                     for slot_unit in unit.slot_units:
                         slot_unit.note_pass_end(has_failed, ended.is_recorded)
-                    unit.pieces.drop()
+                    unit.sources.drop_pieces()
                 unit.end_gathers()
             self.show_current()
             self.make_owners_wait(ended.sums.computing)
@@ -461,6 +460,6 @@ class RootCall:
             for slot_unit in unit.slot_units:
                 slot_unit.note_forward_end(has_failed)
             if has_failed:
-                unit.pieces.drop()
+                unit.sources.drop_pieces()
             unit.end_gathers()
         self.tree.show_current()

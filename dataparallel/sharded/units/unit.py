@@ -19,11 +19,10 @@ from dataparallel.sharded.operators import note_host_reads
 from dataparallel.sharded.placements import Shard, over_of
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.buffers import PeerTables, naming_out_of_memory
+from dataparallel.sharded.units.gather import SlotUnit, UnitSources
 from dataparallel.sharded.units.gradients import UnitGradients
 from dataparallel.sharded.units.nodes import Receiver, make_outputs, reach_parameters
-from dataparallel.sharded.units.sharded_unit import ShardedUnit
-from dataparallel.sharded.units.shards import cut_of
-from dataparallel.sharded.units.slot_unit import SlotUnit
+from dataparallel.sharded.units.sharded_unit import ShardedUnit, cut_of
 
 if TYPE_CHECKING:
     from dataparallel.machines.lanes import Lane
@@ -41,7 +40,7 @@ class Unit(ShardedUnit):
 
     def _make_owned(self) -> None:
         super()._make_owned()
-        self.gradients = UnitGradients(self)
+        self.sources, self.gradients = UnitSources(self), UnitGradients(self)
         self.slot_units: list[SlotUnit] = []
         self._receivers: list[Receiver] = []  # kept here, because nodes refer to them weakly
 
@@ -133,7 +132,7 @@ class Unit(ShardedUnit):
         # Over machines what a kernel would read or write has to be packed for the network.
         is_served = self.machines is None and why_no_tables(self.slots) is None
         if is_served and self._made_tables is None:
-            gathered = [(i, owned.layout, owned.dtype) for i, owned in zip(self.indices, self.owned, strict=True)]
+            gathered = [(owned.layout, owned.dtype) for owned in self.owned]
             self._made_tables = PeerTables(self.slots, self.precision, gathered, self.groups)
         self.tables = self._made_tables if is_served else None
         with self._making:
@@ -143,7 +142,7 @@ class Unit(ShardedUnit):
             slot_units, receivers = [], []
             for slot, device in enumerate(self.slots):
                 with naming_out_of_memory("parameters", self.name, device, self.full_bytes):
-                    slot_unit = SlotUnit(self, slot)
+                    slot_unit = SlotUnit(self, self.sources, slot)
                 slot_units.append(slot_unit)
                 if self.trainable:
                     trainable = [slot_unit.parameters[i] for i in self.trainable]
@@ -170,12 +169,14 @@ class Unit(ShardedUnit):
     # ---- a call or a pass of backward --------------------------------------------------------------------------------
 
     def begin_gathers(self, slots: int, lane: Lane | None = None) -> None:
-        """See `ShardedUnit`. Over machines this makes all slots full if slot 0 is, so that all machines gather alike.
+        """Begins a call or a pass of backward on the first ``slots`` slots. Until it ends, no parameter may change.
 
-        Slots may differ after calls in which other machines used more or fewer slots. In a pass of backward more slots
-        may take part than at its beginning, with another call.
+        Over machines this makes all slots full if slot 0 is, so that all machines gather alike. Slots may differ after
+        calls in which other machines used more or fewer slots. In a pass of backward more slots may take part than at
+        its beginning, with another call.
         """
-        super().begin_gathers(slots, lane)
+        self.note_versions()
+        self.sources.begin(slots, lane)
         if not self.is_sharded_over_machines:
             return
         first, *others = self.slot_units
@@ -185,35 +186,44 @@ class Unit(ShardedUnit):
             elif not first.is_started and isinstance(self.reshard_after_forward, bool):
                 other.free()  # with a number, slot 0 may have a piece instead, for a backward that the other waits for
 
+    def end_gathers(self) -> None:
+        """Ends a call or a pass: the parameters may change."""
+        self.forget_versions()
+        self.sources.end()
+
     def drop_old_values(self) -> None:
         """Frees full parameters and pieces before a call, where their values may be old: see `SlotUnit`."""
         for slot_unit in self.slot_units:
             slot_unit.drop_old_values()
         # Over machines they stay for a backward that is still to come, because all machines have to gather alike.
         if not (_torch.is_in_backward() or self.is_sharded_over_machines):
-            self.pieces.drop()
+            self.sources.drop_pieces()
 
     def free(self) -> None:
         """Frees the full parameters and the pieces of all slots."""
         for slot_unit in self.slot_units:
             slot_unit.free()
-        self.pieces.drop()
-        self._renew_sources(len(self.slots))
+        self.sources.drop_pieces()
+        self.sources.renew()
 
     # ---- calls by the user -------------------------------------------------------------------------------------------
 
-    def unshard(self, async_op: bool) -> _UnshardHandle:
-        """Starts a gather on all slots, and without ``async_op`` waits for it."""
+    def start_unshard(self) -> Mapping[torch.device, Event]:
+        """Starts a gather on all slots, and returns the events that it waits for. `end_unshard` follows."""
         self.refresh()
         ready = self.streams.now()
         for slot_unit in self.slot_units:
             slot_unit.unshard(ready)
-        handle = _UnshardHandle(self, ready)
-        if not async_op:
-            handle.wait()
-        elif self.is_offloaded:
+        if self.is_offloaded:
             note_host_reads([*self.streams.last_casts.values()])
-        return handle
+        return ready
+
+    def end_unshard(self, ready: Mapping[torch.device, Event]) -> None:
+        """Makes the current streams wait for the gather. The user's modules have the full parameters from now on."""
+        for slot_unit in self.slot_units:
+            slot_unit.make_full(ready)
+        self.streams.make_owners_wait(current_streams(self.slots), self.is_offloaded)
+        self.show_current()
 
     def reshard(self) -> None:
         """Frees the full parameters on all slots, except in a backward. Raises if other code has written to them."""
@@ -225,21 +235,6 @@ class Unit(ShardedUnit):
         self.streams.make_owners_wait(current_streams(self.slots), self.is_offloaded)
         self.show_current()
         self.refuse_overwritten()
-
-
-class _UnshardHandle:
-    """The handle of a gather that the user has started."""
-
-    def __init__(self, unit: Unit, ready: Mapping[torch.device, Event]) -> None:
-        self._unit, self._ready = unit, ready
-
-    def wait(self) -> None:
-        """Makes the current streams wait for the gather. The user's modules have the full parameters from now on."""
-        for slot_unit in self._unit.slot_units:
-            slot_unit.make_full(self._ready)
-        unit = self._unit
-        unit.streams.make_owners_wait(current_streams(unit.slots), unit.is_offloaded)
-        self._unit.show_current()
 
 
 def _can_replace(value: object, own: ShardedTensor) -> TypeGuard[ShardedTensor]:

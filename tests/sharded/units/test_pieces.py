@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.composable import CPUOffloadPolicy, fully_shard
-from dataparallel.sharded.units.shards import PullSource
+from dataparallel.sharded.units.gather import PullSource
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from freed_later import freed_later
@@ -74,7 +74,8 @@ def units(model: Any) -> list[Any]:
 
 
 def pieces(model: Any) -> list[Any]:
-    return [piece for unit in units(model) for piece in unit.pieces._kept if piece is not None]
+    sources = {source for unit in units(model) for source in unit.sources._kept.values()}
+    return [piece for source in sources for piece in source._pieces.values()]
 
 
 @pytest.fixture
@@ -192,21 +193,20 @@ def test_pieces_that_are_dropped_while_a_slot_reads_them_last_as_long(slots):
     model(rows(slots))
     unit = units(model)[0]
     expected = whole(model.layers[0].weight)
-    borrowed = unit.pieces.borrow(1, unit.versions())
+    source, streams, own = unit.sources._kept[0, 1], unit.streams.pulling[1], unit.streams.receiving[1]
+    flats, written = source.pieces(1, {})
     unit.free()
-    assert unit.pieces.borrow(0, unit.versions()) is None
-    streams = unit.streams.pulling[1]
-    for piece in borrowed:
-        for stream in streams.values() if piece.written is not None else ():
-            piece.written.make_wait(stream)
+    source.drop(0)
+    assert not source.is_complete
+    for device, event in written:
+        event.make_wait(streams[device])
     with streams_set(streams):
-        found = [piece.flats[0].to(slots[1], copy=True) for piece in borrowed]
+        found = [flat.to(slots[1], copy=True) for flat in flats]
         found = [part[: WIDTH * WIDTH // GROUP].clone().cpu() for part in found]
-    own = unit.streams.receiving[1]
-    unit.pieces.give_back(1, borrowed, None if own is None else Event(own))
+    source.end_pull(1, [] if own is None else [Event(own)])
     assert_equal(torch.cat(found).view(WIDTH, WIDTH), expected, "weight", atol=0)
-    alive = [weakref.ref(flat) for piece in borrowed for flat in piece.flats]
-    del borrowed, piece
+    alive = [weakref.ref(flat) for flat in flats]
+    del source, flats
     assert not any(flat() is not None for flat in alive)
 
 

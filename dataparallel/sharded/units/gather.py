@@ -2,6 +2,10 @@
 
 The parameters are the same tensors for the whole life of the unit; only their memory comes and goes. So tensors that
 autograd saved in forward have their values again once the unit is gathered in backward.
+
+A slot pulls from a source: `PullSource` has the shards of all owners, `SourceOverMachines` all-gathers them over
+processes first, and with ``reshard_after_forward=k`` `SourceOfPieces` has what slots keep between forward and backward.
+`UnitSources` says which.
 """
 
 from __future__ import annotations
@@ -9,7 +13,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
+from itertools import chain
 from operator import gt
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,10 +27,326 @@ from dataparallel.comm.streams.current import Event, current_streams, streams_se
 from dataparallel.comm.streams.held import hold
 from dataparallel.profiling import stage
 from dataparallel.replica_parameter import ReplicaParameter
+from dataparallel.sharded.placements import rows_of_shards
 from dataparallel.sharded.units.buffers import FullBuffer, Layout, PeerTables, naming_out_of_memory
-from dataparallel.sharded.units.sharded_unit import Registries, ShardedUnit
-from dataparallel.sharded.units.shards import PullSource, wait_for
+from dataparallel.sharded.units.sharded_unit import OwnedShards, Registries, ShardedUnit, TreeStreams, wait_for
 from dataparallel.weak_members import WeakMembers
+
+if TYPE_CHECKING:
+    from dataparallel.machines.group import Result
+    from dataparallel.machines.lanes import Lane, Machines
+
+
+class PullSource:
+    """The tensors that slots pull in one round of gathers: flat shards in the slots' dtype, on the owners' devices.
+
+    Any thread may use it. Flat shards with this dtype and device are pulled as they are. Otherwise the first slot has
+    copies made, on the casting streams, which own them, and the last of ``pulls`` slots drops the copies.
+
+    Attributes:
+        layout: of the pieces.
+        is_under_way: other machines have begun to send, and a thread that pulls waits for them.
+    """
+
+    is_under_way = False
+
+    def __init__(self, owned: OwnedShards, dtype: torch.dtype, streams: TreeStreams, pulls: int) -> None:
+        self._owned, self._pulls, self._dtype, self._streams = owned, pulls, dtype, streams
+        self.layout = owned.layout
+        self._lock = threading.Lock()
+        self._copies: list[Tensor] | None = None
+        self._ready: dict[torch.device, Event] = {}
+        self._reads: list[Event] = []
+
+    @property
+    def is_plain(self) -> bool:
+        """True if slots pull the flat shards themselves."""
+        return self._dtype == self._owned.dtype and all(
+            flat.device == owner for flat, owner in zip(self._owned.flats, self._owned.owners, strict=True)
+        )
+
+    def pieces(
+        self, slot: int, ready: Mapping[torch.device, Event]
+    ) -> tuple[list[Tensor], list[tuple[torch.device, Event]]]:
+        """Returns for each owner its piece, and devices with events after which pieces there may be read.
+
+        Call `end_pull` after the reads, also if they fail.
+        """
+        if self.is_plain:
+            return self._owned.flats, []
+        with self._lock:
+            if self._copies is None:
+                with self._copying(ready):
+                    self._copies = self._copy()
+            return self._copies, [*self._ready.items()]
+
+    @contextmanager
+    def _copying(self, ready: Mapping[torch.device, Event]) -> Iterator[None]:
+        """Wraps copies: makes the casting streams current, which wait for ``ready``, and records the end."""
+        casting = self._streams.casting
+        for device, event in ready.items():
+            event.make_wait(casting[device])
+        try:
+            with torch.no_grad(), streams_set(casting):
+                yield
+        finally:
+            ends = {device: Event(stream) for device, stream in casting.items()}
+            self._streams.last_casts.update(ends)
+            joined = self._streams.meet("casts", ends.values())
+            self._ready = {} if joined is None else dict.fromkeys(ends, joined)
+
+    def _copy(self) -> list[Tensor]:
+        # A piece is sent before it is cast: a cast on the host would hold up this thread.
+        return [
+            flat.to(owner, non_blocking=True).to(self._dtype)
+            for flat, owner in zip(self._owned.flats, self._owned.owners, strict=True)
+        ]
+
+    def end_pull(self, slot: int, readers: Sequence[Event]) -> None:
+        """Ends the pull of a slot. The streams that own the copies wait for ``readers``, events after its reads."""
+        with self._lock:
+            self._reads += readers
+            self._pulls -= 1
+            if self._pulls <= 0 or self._copies is None:  # the latter if they have been dropped meanwhile
+                self._let_go()
+
+    def drop(self) -> None:
+        """Drops the copies. A slot that pulls now ends as always."""
+        with self._lock:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Drops the copies, under the lock. The streams that own them wait for all reads."""
+        if self._reads and self._ready and (reads := self._streams.meet("casts", self._reads)) is not None:
+            wait_for([reads], self._streams.casting.values())
+        self._reads, self._copies = [], None
+
+
+class SourceOverMachines(PullSource):
+    """The tensors that slots pull: for each owner its shards of all machines, one after the other."""
+
+    is_under_way = True
+    _launched: Sequence[Result] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Always false: slots pull copies, which have the shards of other machines."""
+        return False
+
+    def send(self, unit: str, lane: Lane, epoch: int, ready: Mapping[torch.device, Event]) -> None:
+        """Launches the all-gather. ``ready``: for each device an event after which its shards may be read."""
+        from dataparallel.machines.collectives import stage
+
+        machines, owned = lane.machines, self._owned
+        with self._copying(ready):
+            flats = [self._cast(machines, *each) for each in zip(owned.flats, owned.owners, strict=True)]
+            staged = [stage(machines, flat, machines.size * flat.numel()) for flat in flats]
+        self._launched = lane.launch(
+            "gather",
+            [f"the parameters of {unit!r} for {owner}" for owner in owned.owners],
+            [shard.all_gather for shard in staged],
+            f"gather\n{len(staged)} x {owned.layout.numel} {self._dtype} of {unit!r}",
+            epoch=epoch,
+        )
+
+    def _cast(self, machines: Machines, flat: Tensor, owner: torch.device) -> Tensor:
+        if flat.device != owner and not machines.can_send(owner):
+            return flat.to(self._dtype)  # stays in host memory, and is sent from there
+        return flat.to(owner, non_blocking=True).to(self._dtype)
+
+    def pieces(
+        self, slot: int, ready: Mapping[torch.device, Event]
+    ) -> tuple[list[Tensor], list[tuple[torch.device, Event]]]:
+        """See `PullSource.pieces`. The calling thread waits until the shards of all machines are there, or raises."""
+        return super().pieces(slot, {})
+
+    def _copy(self) -> list[Tensor]:
+        return [
+            launched.wait().to(owner, non_blocking=True)
+            for launched, owner in zip(self._launched, self._owned.owners, strict=True)
+        ]
+
+
+class SourceOfPieces:
+    """The pieces of a group of slots, which make up the parameters of one dtype. Any thread may use it.
+
+    Slots 0 to k - 1 are a group, the next k another, and so on. A slot's *piece* is the shard that it would own if the
+    parameters were sharded over its group. The computing stream that wrote a piece owns it. A piece is freed once all
+    slots of the group have read it, at the latest when the pass of backward ends.
+
+    Attributes:
+        layout: of the pieces, in the order of the slots.
+        versions: of the parameters when their values were copied.
+    """
+
+    is_under_way = False
+
+    def __init__(self, owned: OwnedShards, layout: Layout, group: range, versions: list[int]) -> None:
+        self._cuts, self.layout, self.group, self.versions = owned.cuts, layout, group, versions
+        self._lock = threading.Lock()
+        self._pieces: dict[int, tuple[Tensor, torch.Stream | None, Event | None]] = {}  # with an event after the writes
+        self._unread = {*group}  # slots that have not launched their reads
+        self._reading: dict[int, list[tuple[Tensor, torch.Stream | None, Event | None]]] = {}  # by the reader's slot
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._pieces) == len(self.group)
+
+    def keep(self, slot: int, full: Sequence[Tensor], stream: torch.Stream | None) -> None:
+        """Copies the slot's piece out of its ``full`` parameters, on their computing stream, which is current."""
+        flat, number = full[0].new_empty(self.layout.numel), slot - self.group.start
+        cuts = zip(full, self._cuts, strict=True)
+        self.layout.pack(flat, [_part(tensor, cut.dim, number, len(self.group)) for tensor, cut in cuts], number)
+        self._pieces[slot] = flat, stream, None if stream is None else Event(stream)
+
+    def drop(self, slot: int) -> None:
+        """Drops the slot's piece. A slot that reads it keeps it for so long."""
+        self._pieces.pop(slot, None)
+
+    def pieces(
+        self, slot: int, ready: Mapping[torch.device, Event]
+    ) -> tuple[list[Tensor], list[tuple[torch.device, Event]]]:
+        """See `PullSource.pieces`."""
+        self._reading[slot] = pieces = [self._pieces[member] for member in self.group]
+        written = [(flat.device, event) for flat, _, event in pieces if event is not None]
+        return [flat for flat, _, _ in pieces], written
+
+    def end_pull(self, slot: int, readers: Sequence[Event]) -> None:
+        """See `PullSource.end_pull`."""
+        for flat, stream, _ in self._reading.pop(slot):
+            for read in readers:
+                if stream is not None and not hold([flat], read):
+                    read.make_wait(stream)
+        with self._lock:
+            self._unread.discard(slot)
+            if not self._unread:
+                self._pieces.clear()
+                self._unread = {*self.group}
+
+
+def _part(full: Tensor, dim: int, number: int, parts: int) -> Tensor:
+    if full.dim() == 0:
+        return full if number == 0 else full.new_empty(0)
+    rows = rows_of_shards(full.shape[dim], parts)
+    return full.detach().narrow(dim, sum(rows[:number]), rows[number])
+
+
+Source: TypeAlias = "PullSource | SourceOfPieces"
+"""What a slot pulls its parameters of one dtype from."""
+
+
+class UnitSources:
+    """What the slots pull one unit from, in a call or a pass of backward. Any thread may use it."""
+
+    def __init__(self, unit: ShardedUnit) -> None:
+        self._unit = unit
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[int, int], SourceOfPieces] = {}  # by the number of the dtype, and the slot
+        self._layouts: dict[tuple[int, int], Layout] = {}  # by the number of the dtype, and the size of the group
+        self._rounds: list[Sequence[PullSource]] = []
+        self._number_of_gathers = [0] * len(unit.slots)  # of each slot, since the rounds began
+        self._pulls = len(unit.slots)  # how many slots pull in a round
+        self._lane: Lane | None = None  # of the last tree that has called the unit
+        self._epoch: int | None = None  # of the machines, in which the call or pass has begun
+
+    def begin(self, slots: int, lane: Lane | None) -> None:
+        """Begins a call or a pass of backward on the first ``slots`` slots.
+
+        ``lane``: that of the tree, if parameters are sharded over machines. All gathers of a tree have one order.
+        """
+        self._epoch = None if lane is None else lane.machines.epoch
+        self._lane = lane or self._lane
+        self.renew(slots)
+
+    def end(self) -> None:
+        """Ends it. Copies for slots that have not pulled are dropped."""
+        self._epoch = None
+        self.renew()
+
+    def sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[Source]:
+        """Returns for each dtype what the slot's next gather pulls. In backward these are pieces, where there are some.
+
+        Otherwise they are the owners' shards. The first gathers of all slots have the same sources, their second ones
+        the next, and so on. So values are cast once for all slots, and all machines gather in one order, whichever of
+        their slots comes first.
+        """
+        if _torch.is_in_backward():
+            versions = self._unit.versions()
+            kept = [each for at in range(len(self._unit.owned)) if (each := self._kept.get((at, slot))) is not None]
+            complete = [each for each in kept if each.is_complete and each.versions == versions]
+            if complete and len(complete) == len(self._unit.owned):
+                return complete
+        with self._lock:
+            number = self._number_of_gathers[slot]
+            self._number_of_gathers[slot] += 1
+            if number == len(self._rounds):
+                self._rounds.append(self._new_sources(ready))
+            return self._rounds[number]
+
+    def _new_sources(self, ready: Mapping[torch.device, Event]) -> Sequence[PullSource]:
+        unit = self._unit
+        of_owned = [(each, unit.precision.on_slots(each.dtype), unit.streams, self._pulls) for each in unit.owned]
+        if unit.machines is None or unit.machines.gathers is None:
+            return [PullSource(*each) for each in of_owned]
+        lane = self._lane or unit.machines.gathers
+        epoch = lane.machines.epoch if self._epoch is None else self._epoch  # outside of a call there is none
+        sources = [SourceOverMachines(*each) for each in of_owned]
+        for source in sources:
+            source.send(unit.name, lane, epoch, ready)
+        return sources
+
+    def renew(self, pulls: int | None = None) -> None:
+        """Drops all rounds, so that shards are cast or sent again for the next ``pulls`` slots, by default for all."""
+        slots = len(self._unit.slots)
+        with self._lock:
+            rounds, self._rounds, self._number_of_gathers = self._rounds, [], [0] * slots
+            self._pulls = slots if pulls is None else pulls
+        for source in chain.from_iterable(rounds):
+            source.drop()
+
+    def keep_pieces(
+        self, slot: int, size: int, full: Sequence[Tensor], versions: list[int], stream: torch.Stream | None
+    ) -> None:
+        """Keeps pieces of the ``full`` parameters of a slot, whose group has ``size`` slots.
+
+        ``stream``: the computing stream of the parameters, which is current.
+        """
+        unit, first = self._unit, slot - slot % size
+        group = range(first, first + size)
+        for at, owned in enumerate(unit.owned):
+            with self._lock:
+                if (at, size) not in self._layouts:  # one that fills the same full buffer as the parameters' own
+                    self._layouts[at, size] = Layout(owned.shapes, owned.cuts, size, owned.layout.full_offsets)
+                layout, old = self._layouts[at, size], self._kept.get((at, slot))
+                kept = [each for member in group if (each := self._kept.get((at, member))) is not None]
+                fitting = [each for each in kept if each.group == group and each.versions == versions]
+                source = fitting[0] if fitting else SourceOfPieces(owned, layout, group, versions)
+                self._kept[at, slot] = source
+            if old is not None and old is not source:
+                old.drop(slot)
+            if unit.tables is not None:  # made here, so that events after the piece come after the table's copy
+                unit.tables.gather(slot, at, layout)
+            source.keep(slot, [full[i] for i in owned.positions], stream)
+
+    def drop_pieces(self) -> None:
+        """Drops all pieces. Slots that read some keep them for so long."""
+        self._kept.clear()
+
+    def has_group(self, slot: int, size: int) -> bool:
+        """True if the slot may keep a piece. Over machines its whole group has to take part, as all gather alike."""
+        return self._unit.sharded_over[0] == 1 or slot - slot % size + size <= self._pulls
+
+
+class State(Enum):
+    """How far a unit is gathered on a slot. `SlotUnit.free` makes it sharded again."""
+
+    SHARDED = auto()
+    STARTED = auto()
+    """Other machines send; the slot pulls later."""
+    PULLED = auto()
+    """Copies or a kernel have been launched on the receiving stream."""
+    FULL = auto()
+    """The parameters have their values on the computing stream."""
 
 
 class SlotUnit:
@@ -38,27 +361,27 @@ class SlotUnit:
 
     Attributes:
         parameters: the full ones, in the unit's order. `nodes.make_outputs` gives them a node of the graph.
-        is_full: true while the parameters have their values.
         is_unsharded: the user has gathered the parameters by ``unshard()``, and they have not been freed since, nor has
             a backward ended.
         is_in_backward: the backward of a call has begun and not ended.
     """
 
-    def __init__(self, unit: ShardedUnit, slot: int) -> None:
+    def __init__(self, unit: ShardedUnit, sources: UnitSources, slot: int) -> None:
         self.unit, self.slot, self.device = unit, slot, unit.slots[slot]
+        self._unit_sources = sources
         self._lock = threading.RLock()
         with torch.inference_mode(False), torch.no_grad():
             self._buffers = [
                 FullBuffer(owned.layout, unit.precision.on_slots(owned.dtype), self.device) for owned in unit.owned
             ]
         self.parameters: list[Tensor] = [torch.empty(0)] * len(unit.parameters)
-        for indices, full in zip(unit.indices, self._buffers, strict=True):
-            for i, tensor in zip(indices, full.tensors, strict=True):
+        for owned, full in zip(unit.owned, self._buffers, strict=True):
+            for i, tensor in zip(owned.positions, full.tensors, strict=True):
                 tensor.__class__ = ReplicaParameter
                 self.parameters[i] = tensor
-        self.is_full = self.is_unsharded = False
+        self._state, self.is_unsharded = State.SHARDED, False
         self._pull_event: Event | None = None  # after the pulls of a gather that `make_full` has not finished
-        self._sources: Sequence[PullSource] = ()  # of a gather whose pulls come later, because other machines send
+        self._sources: Sequence[Source] = ()  # until the slot pulls
         self._last_stream: torch.Stream | None = None  # the computing stream that used the parameters last
         self._memory_stream: torch.Stream | None = None  # the stream that their memory belongs to
         self._versions: list[int] = []  # versions of the sharded parameters that this slot's values come from
@@ -77,9 +400,12 @@ class SlotUnit:
         self._modules_run: set[int] = set()  # numbers of the unit's modules that have run in this forward
 
     @property
+    def is_full(self) -> bool:
+        return self._state is State.FULL
+
+    @property
     def is_started(self) -> bool:
-        is_pulled = self._pull_event is not None or any(full.gathered is not None for full in self._buffers)
-        return self.is_full or is_pulled or bool(self._sources)
+        return self._state is not State.SHARDED
 
     # ---- gathering and freeing ---------------------------------------------------------------------------------------
 
@@ -92,45 +418,25 @@ class SlotUnit:
                 self._start(ready)
 
     def _start(self, ready: Mapping[torch.device, Event]) -> None:
-        unit = self.unit
-        self._versions = unit.versions()
+        self._versions = self.unit.versions()
         with torch.no_grad(), self._naming_out_of_memory():
-            if _torch.is_in_backward() and self._pull_pieces():
-                return
-            self._sources = unit.sources(self.slot, ready)
-            if not unit.is_sharded_over_machines:
-                self._pull_from_owners(ready)
+            self._sources, self._state = self._unit_sources.sources(self.slot, ready), State.STARTED
+            if not any(source.is_under_way for source in self._sources):
+                self._pull_all(ready)
 
-    def _pull_from_owners(self, ready: Mapping[torch.device, Event]) -> None:
-        sources, self._sources = self._sources, ()
+    def _pull_all(self, ready: Mapping[torch.device, Event]) -> None:
+        sources, self._sources, self._state = self._sources, (), State.SHARDED  # if this raises
         receiving = self.unit.streams.receiving[self.slot]
         if receiving is not None:  # copies to it wait for it, so the streams on which shards leave need no event
             wait_for({*ready.values()}, [receiving])
         tables = self._allocate_for_kernels()
-        for at, (full, source) in enumerate(zip(self._buffers, sources, strict=True)):
-            pieces, written = source.pieces(ready)
+        for at, source in enumerate(sources):
+            pieces, written = source.pieces(self.slot, ready)
             try:
-                self._pull(tables, at, pieces, written.items(), full.layout)
+                self._pull(tables, at, pieces, written, source.layout)
             finally:
-                source.end_pull([] if receiving is None else [Event(receiving)])
-        self._pull_event = None if receiving is None else Event(receiving)
-
-    def _pull_pieces(self) -> bool:
-        """Pulls the pieces of the slot's group (`UnitPieces`). Returns false if one is missing."""
-        unit, receiving = self.unit, self.unit.streams.receiving[self.slot]
-        pieces = unit.pieces.borrow(self.slot, unit.versions())
-        if pieces is None:
-            return False
-        try:
-            tables = self._allocate_for_kernels()
-            members = zip(pieces[0].group, pieces, strict=True)
-            written = [(unit.slots[member], piece.written) for member, piece in members if piece.written is not None]
-            for at, layout in enumerate(pieces[0].layouts):
-                self._pull(tables, at, [piece.flats[at] for piece in pieces], written, layout)
-        finally:
-            self._pull_event = None if receiving is None else Event(receiving)
-            unit.pieces.give_back(self.slot, pieces, self._pull_event)
-        return True
+                source.end_pull(self.slot, [] if receiving is None else [Event(receiving)])
+        self._pull_event, self._state = None if receiving is None else Event(receiving), State.PULLED
 
     def _allocate_for_kernels(self) -> PeerTables | None:
         """Gives the parameters memory of the current stream, which computes, if kernels pull into it.
@@ -192,14 +498,12 @@ class SlotUnit:
     def _fill(self, ready: Mapping[torch.device, Event]) -> None:
         computing, receiving = current_streams([self.device]), self.unit.streams.receiving[self.slot]
         with torch.no_grad(), self._naming_out_of_memory():
-            if self._sources:
-                self._pull_from_owners(ready)
+            if self._state is State.STARTED:
+                self._pull_all(ready)
             if self._pull_event is not None:
                 wait_for([self._pull_event], computing.values())
             if self._memory_stream is None:
                 self._memory_stream = self._last_stream
-                for full in self._buffers:
-                    full.allocate()
             for full in self._buffers:
                 gathered = full.fill()
                 if receiving is not None and gathered is not None:
@@ -207,8 +511,7 @@ class SlotUnit:
                     if self._pull_event is not None:
                         hold([gathered], self._pull_event)  # other devices have written to it
                 del gathered  # its memory belongs to the receiving stream
-        self._pull_event = None
-        self.is_full = True
+        self._pull_event, self._state = None, State.FULL
         if not self._full_versions:
             self._full_versions, self._own_references = self._versions_of_full(), self._references()
 
@@ -247,10 +550,10 @@ class SlotUnit:
                     hold([full.gathered[0]], self._pull_event)
                 full.gathered = None  # its memory belongs to the receiving stream, which alone has used it
                 full.free(keeps_memory)
-            self._pull_event, self._sources = None, ()
+            self._pull_event, self._sources, self._state = None, (), State.SHARDED
             if not keeps_memory:
                 self._memory_stream = None
-            self.is_full = self.is_unsharded = self._is_as_after_backward = self._is_kept_for_graph = False
+            self.is_unsharded = self._is_as_after_backward = self._is_kept_for_graph = False
             for module in self._showing_modules:
                 module.register(self.unit.parameters)
             self._showing_modules.clear()
@@ -347,13 +650,13 @@ class SlotUnit:
         if self.is_in_backward or self._is_kept_for_graph or stays:
             return
         if has_backward and not isinstance(size, bool):
-            if not unit.has_group(self.slot, size):
+            if not self._unit_sources.has_group(self.slot, size):
                 return
             if self.is_full and not self._running_calls:
                 stream = self._last_stream
                 streams = {} if stream is None else {self.device: stream}
                 with self._naming_out_of_memory(), torch.no_grad(), streams_set(streams):
-                    unit.pieces.keep(self.slot, size, self.parameters, self._versions, stream, unit.tables)
+                    self._unit_sources.keep_pieces(self.slot, size, self.parameters, self._versions, stream)
         self.free()
 
     def begin_backward(self, call: object, ends_with_gradients: bool) -> bool:
