@@ -280,7 +280,7 @@ def test_the_relay_may_empty_its_cache_meanwhile(
     if not is_held:
         monkeypatch.setattr(relays, "hold", lambda memory, event: True)
     held.let_go()
-    source, target = (torch.ones(3 << 20, device=device) for device in (ring[0], ring[2]))
+    source, target = (torch.ones(16 << 20, device=device) for device in (ring[0], ring[2]))
     for device in ring:
         torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

@@ -120,6 +120,10 @@ class SumsOfPass:
                     gradient = ShardedTensor(shards, like.placement, like.shape, devices=like.devices)
                     self.new.setdefault(like, []).append(gradient)
 
+    def publish(self) -> None:
+        """Makes new gradients the parameters' ``.grad``. What the host receives waits for `wait_for_sums`."""
+        self.summed.publish({} if self.are_on_host else self.new)
+
     def release_deliveries(self, slot: int) -> None:
         """Drops the slot's deliveries. Their memory is held until sums that use it are over, or its stream waits."""
         with self._lock:

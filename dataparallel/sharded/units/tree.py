@@ -125,7 +125,7 @@ class BackwardPass:
             self.sums.note_callers()
             if self.tasks and not has_failed:
                 self._has_returned = True
-                self.sums.summed.publish(self.sums.new)
+                self.sums.publish()
                 self._tree.note_backward_returned()
                 return
             self._is_over = True
@@ -152,7 +152,7 @@ class BackwardPass:
     def _finish(self) -> None:
         for unit in self._tree.units:
             unit.gradients.end_pass(self.sums)
-        self.sums.summed.publish(self.sums.new)
+        self.sums.publish()
         if self.sums.over_machines is not None:
             self.sums.over_machines.end()
         if all(unit.is_last_backward for unit in self._tree.units):
