@@ -105,7 +105,9 @@ class TestPartsThatAreCalledOutsideOfTheirUnit:
 
         x = torch.ones(6, 4, dtype=torch.float64, device=root)
         model = fully_shard(build(), devices=slots)
-        with pytest.raises(NotImplementedError, match=r"whole only while its unit runs.*give fully_shard this one too, before"):
+        with pytest.raises(
+            NotImplementedError, match=r"whole only while its unit runs.*give fully_shard this one too, before"
+        ):
             model[0](x)
         model = build()
         fully_shard(model[0], devices=slots)
