@@ -90,8 +90,7 @@ class PullSource:
             with torch.no_grad(), streams_set(casting):
                 yield
         finally:
-            ends = {device: Event(stream) for device, stream in casting.items()}
-            self._streams.last_casts.update(ends)
+            ends = self._streams.note_casts()
             joined = self._streams.meet("casts", ends.values())
             self._ready = {} if joined is None else dict.fromkeys(ends, joined)
 

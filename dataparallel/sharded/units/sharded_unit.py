@@ -53,6 +53,7 @@ class TreeStreams:
         self.adding = self._on_each("sums")
         self.casting = self._on_each("shards are cast")
         self.last_casts: dict[torch.device, Event] = {}
+        self._noting_casts = threading.Lock()
         self.pulling: list[Mapping[torch.device, torch.Stream]] = []
         for slot, (device, stream) in enumerate(zip(slots, self.receiving, strict=True)):
             # Only one stream of a device can be current.
@@ -68,6 +69,12 @@ class TreeStreams:
             return None
         wait_for(events, [stream])
         return Event(stream)
+
+    def note_casts(self) -> dict[torch.device, Event]:
+        """Returns an event after the casts on each device so far, and keeps these as `last_casts`."""
+        with self._noting_casts:  # slots cast at the same time, and events recorded before must not be kept instead
+            self.last_casts = {device: Event(stream) for device, stream in self.casting.items()}
+            return self.last_casts
 
     def make_owners_wait(self, computing: Mapping[torch.device, torch.Stream], is_offloaded: bool) -> None:
         """Orders later writes to the shards, by these streams and by the host, after all pulls and casts of shards."""

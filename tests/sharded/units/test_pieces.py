@@ -1,5 +1,6 @@
 """``reshard_after_forward=k``: between forward and backward groups of k slots have the parameters, a piece on each."""
 
+import threading
 import weakref
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.composable import CPUOffloadPolicy, fully_shard
+from dataparallel.sharded.units import sharded_unit
 from dataparallel.sharded.units.gather import PullSource
+from dataparallel.sharded.units.sharded_unit import streams_of
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from freed_later import freed_later
@@ -287,3 +290,24 @@ class TestTheSetting:
         assert len(pieces(model)) == 5 * len(slots)
         loss.backward()
         assert pieces(model) == []
+
+
+@pytest.mark.devices("sim", "cuda")
+def test_of_casts_that_two_threads_note_the_later_events_stay(slots, monkeypatch):
+    """A thread that notes casts in the meantime waits, so that its events, which are later, are kept."""
+    streams, made, threads = streams_of([*map(torch.device, slots)]), [], []
+
+    class Recorded(Event):
+        def __init__(self, stream):
+            super().__init__(stream)
+            made.append(self)
+            if len(made) == 1:
+                threads.append(threading.Thread(target=streams.note_casts))
+                threads[0].start()
+                threads[0].join(0.2)
+
+    monkeypatch.setattr(sharded_unit, "Event", Recorded)
+    streams.note_casts()
+    threads[0].join()
+    count = len({*slots})
+    assert [*map(id, streams.last_casts.values())] == [*map(id, made[count:])]
