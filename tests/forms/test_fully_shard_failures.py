@@ -251,6 +251,7 @@ def test_a_backward_beside_one_that_has_failed_is_refused(what, slots):
 
 
 @pytest.mark.slots(4)
+@pytest.mark.counts_memory
 def test_errors_leave_no_threads_and_no_objects(slots):
     training = Training(slots)
     model, optimizer = training.model, training.optimizers[training.model]
