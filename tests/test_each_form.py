@@ -110,6 +110,23 @@ class TestWhatReplicasGet:
         torch.testing.assert_close(loss, expected)
 
 
+class Doubling(nn.Linear):
+    """Changes what ``forward`` returns."""
+
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": {"backend": "aot_eager"}}], ids=["eager", "compiled"])
+def test_an_overridden_call_runs_once(options, form, slots, root):
+    module = Doubling(4, 3).double().to(root)
+    x = torch.randn(7, 4, dtype=torch.float64, device=root)
+    expected = module(x).detach()
+    called = form(module, slots, **options)
+    for _ in range(2):
+        torch.testing.assert_close(called(x).detach(), expected)
+
+
 class Decoder(nn.Module):
     """Computes as many steps as its longest sample needs."""
 

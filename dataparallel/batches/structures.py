@@ -307,7 +307,8 @@ def whole(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(
-            f"whole() marks a tensor; got {type(tensor).__name__}: everything else is handed on whole anyway"
+            f"whole() marks a tensor; got {type(tensor).__name__}: mark each tensor in it. All other values are handed "
+            "on whole anyway"
         )
     marked = alias(tensor, 0)
     if tensor.requires_grad and torch.is_grad_enabled():

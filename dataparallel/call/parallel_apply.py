@@ -24,7 +24,7 @@ from dataparallel.devices import DeviceLike, current_device, resolve, resolve_sl
 from dataparallel.environment import says_no
 from dataparallel.profiling import in_ranges
 from dataparallel.replicas.compiled.compile_lock import compile_lock
-from dataparallel.replicas.plan import HAS_COMPILED
+from dataparallel.replicas.plan import HAS_COMPILED, UNIT_MODULE
 from dataparallel.threads.gang import Gang, SerialTasks
 from dataparallel.threads.meetings import Meeting, is_wake_up
 from dataparallel.threads.permits import Permits, cores
@@ -164,9 +164,13 @@ def is_serial(serial: bool | None) -> bool:
 
 
 def _callable_of(module: Any, method: str) -> Callable[..., Any]:
-    """Returns the module or its method. A compiled ``forward`` is called through the module, which has no hooks."""
-    is_itself = method == CALL or (method == "forward" and module._compiled_call_impl is not None)
-    called: Callable[..., Any] = module if is_itself else getattr(module, method)
+    """Returns the module or its method. Compiled code stands beside ``forward``; in a unit ``forward`` calls it.
+
+    An overridden ``__call__`` runs around ``forward`` where the user calls, and must not run again in the replica.
+    """
+    has_compiled = method == "forward" and UNIT_MODULE not in vars(module)
+    compiled = module._compiled_call_impl if has_compiled else None
+    called: Callable[..., Any] = module if method == CALL else compiled or getattr(module, method)
     return called
 
 

@@ -216,9 +216,14 @@ def _shard_parameter(
     devices = [CPU] * len(slots) if is_offloaded else slots
     if machines is not None and machines.shard is not None:
         devices, slots = Owners(devices, machines.shard), Owners(slots, machines.shard)
-    distributed = distribute_tensor(parameter.detach(), devices, placement)
-    sharded = ShardedTensor(distributed.shards, distributed.placement, distributed.shape, devices=slots)
-    sharded_parameter: Any = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+
+    def divided(tensor: Tensor) -> ShardedTensor:
+        distributed = distribute_tensor(tensor.detach(), devices, placement)
+        return ShardedTensor(distributed.shards, distributed.placement, distributed.shape, devices=slots)
+
+    sharded_parameter: Any = nn.Parameter(divided(parameter), requires_grad=parameter.requires_grad)
+    if parameter.grad is not None:
+        sharded_parameter.grad = divided(parameter.grad)
     sharded_parameter.__dict__.update(vars(parameter))
     _torch.share_hooks(sharded_parameter, parameter)
     return sharded_parameter

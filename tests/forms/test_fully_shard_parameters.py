@@ -312,3 +312,16 @@ def test_a_parameter_that_was_replaced_stays_so_until_the_next_call(replaced, th
     for model in (several, one):
         model.zero_grad()
     assert_same_results((several, one), lambda model: forward_backward(model, x))
+
+
+def test_a_gradient_from_before_is_divided_and_the_next_backward_adds_to_it(slots):
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).double().to(slots[0])
+    twin, x = copy.deepcopy(model), torch.randn(6, 5, dtype=torch.float64, device=slots[0])
+    for each in (model, twin):
+        each(x).square().sum().backward()
+    fully_shard(model, devices=slots)
+    for each in (model, twin):
+        each(x).sum().backward()
+    for parameter, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
