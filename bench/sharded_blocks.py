@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.composable import fully_shard
+from dataparallel.testing.models.resnet import Bottleneck
 from gradients import gradients_of
-from shapes import BERTLayer, Block, Bottleneck
+from shapes import BERTLayer, Block
 
 BLOCKS = (Block, Bottleneck, BERTLayer)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dataparallel.integrations.replacement import replace_torch as replace_torch
     from dataparallel.replicas.replicate import replicate as replicate
     from dataparallel.samples import samples as samples
+    from dataparallel.testing.machine_check.run import check as check
     from dataparallel.tracing import trace as trace
     from dataparallel.user_warnings import PerformanceWarning as PerformanceWarning
 
@@ -41,6 +42,7 @@ import_on_demand(
         "dataparallel.batches.gather": ("gather",),
         "dataparallel.batches.scatter": ("scatter", "scatter_kwargs"),
         "dataparallel.batches.structures": ("PerReplica", "whole"),
+        "dataparallel.testing.machine_check.run": ("check",),
         "dataparallel.tracing": ("trace",),
         "dataparallel.user_warnings": ("PerformanceWarning",),
     },

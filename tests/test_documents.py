@@ -73,7 +73,6 @@ class TestFragmentsOfTheReadme:
         "model = DataParallel(model)",
         'units="auto"',
         "set_requires_gradient_sync",
-        "prefetch(",
     )
 
     def test_each_is_run_below(self):
@@ -120,12 +119,6 @@ class TestFragmentsOfTheReadme:
         expected = torch.autograd.grad(loss, list(model.parameters()))
         self.run("set_requires_gradient_sync", model=model, batches=batches, y=y)
         torch.testing.assert_close([parameter.grad for parameter in model.parameters()], list(expected))
-
-    def test_a_loader_that_sends_ahead(self, model, batches, slots, root):
-        loader = [(batch, batch[:, :1]) for batch in batches]
-        names = self.run("prefetch(", model=DataParallel(model, slots), loader=loader, device=root)
-        inputs, targets = (tensor.to(root) for tensor in loader[-1])
-        torch.testing.assert_close(names["loss"], nn.functional.mse_loss(model(inputs), targets))
 
 
 class TestReadme:

@@ -40,11 +40,11 @@ def description() -> str:
     devices = all_devices()
     lines = [
         ("dataparallel", __version__),
-        ("torch", f"{torch.__version__} ({_torch_build()}), Python {platform.python_version()}"),
+        ("torch", f"{torch.__version__} ({about_torch()}), Python {platform.python_version()}"),
         ("accelerator", about(devices)),
         *about_gpus(),
         ("peer check", _peer_check()),
-        ("NCCL", _nccl()),
+        ("NCCL", about_nccl()),
         ("CuPy", about_cupy()),
     ]
     carried = [("tensors", "transport", "route", "why"), *carriers(devices)] if len(devices) > 1 else []
@@ -66,7 +66,7 @@ def about(devices: Sequence[torch.device]) -> str:
     return f"{text} of a stand-in for CUDA, which computes on the CPU: no GPU" if is_stand_in else text
 
 
-def _torch_build() -> str:
+def about_torch() -> str:
     if torch.version.hip is not None:
         return f"HIP {torch.version.hip}"
     return "no CUDA, no HIP" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
@@ -78,7 +78,7 @@ def _peer_check() -> str:
     return "each pair of devices is tried with random data before its first use; a pair that fails goes by the host"
 
 
-def _nccl() -> str:
+def about_nccl() -> str:
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         return "not in this build of torch"
     return ".".join(str(part) for part in torch.cuda.nccl.version())

@@ -1,0 +1,160 @@
+"""Measures how fast: bytes per second of each transport, and training steps by each form and by what else there is.
+
+Steps of one device, of ``torch.nn.DataParallel`` and of the forms are timed in this process, those of DDP and FSDP2 in
+a process for each device. Each number is a median, with the interval in which the median lies with 95 %.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dataparallel import comm
+from dataparallel.comm.settings import TRANSPORTS
+from dataparallel.devices import CPU
+from dataparallel.testing.machine_check.checks import Check, CheckedMachine, NotHere, Seen
+from dataparallel.testing.machine_check.forms import FORMS
+from dataparallel.testing.machine_check.processes import timed_in_processes
+from dataparallel.testing.machine_check.trained_models import LAUNCH_BOUND, MODELS, TrainedModel
+
+_BYTES = 64 * 2**20
+_LEAST, _MOST = 5, 50  # times that make a median
+_SHARE = 0.25  # of the time that is left, for one model or transport
+
+
+def median_and_interval(seconds: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and order statistics between which it lies with at least 95 % if there are six times or more.
+
+    By the binomial distribution of how many times lie below the median (David and Nagaraja, "Order Statistics").
+    """
+    ordered, count = sorted(seconds), len(seconds)
+    rank = max(0, int(count / 2 - 0.98 * count**0.5))
+    return statistics.median(ordered), ordered[rank], ordered[count - 1 - rank]
+
+
+def times_of(run: Callable[[], object], machine: CheckedMachine, seconds: float, warm_up: int = 3) -> list[float]:
+    """Seconds of each of several runs, from idle devices to idle devices, for about ``seconds`` in all."""
+    for _ in range(warm_up):
+        run()
+    machine.synchronize()
+    found: list[float] = []
+    ends = time.monotonic() + seconds
+    while len(found) < _LEAST or (len(found) < _MOST and time.monotonic() < ends):
+        begin = time.perf_counter()
+        run()
+        machine.synchronize()
+        found.append(time.perf_counter() - begin)
+    return found
+
+
+def _needs_gpus(machine: CheckedMachine) -> None:
+    if not machine.has_gpus:
+        raise NotHere("these are no GPUs")
+
+
+def rates(name: str, machine: CheckedMachine) -> Seen:
+    """Bytes per second by one transport: of copies between each two devices, of a broadcast, a sum and a gather."""
+    _needs_gpus(machine)
+    pairs, slots = machine.pairs, machine.devices
+    flat = {slot: torch.zeros(_BYTES // 4, device=slot) for slot in slots}
+    seconds = _SHARE * machine.seconds_left() / (len(pairs) + 3)
+    found: dict[str, Any] = {}
+
+    def rate(run: Callable[[], object]) -> float:
+        return _BYTES / statistics.median(times_of(run, machine, seconds, warm_up=2)) / 1e9
+
+    with comm.using(transport=name, deterministic=name != "nccl"):
+        try:
+            between = {
+                f"{one} to {other}": rate(partial(comm.broadcast, flat[one], out=[flat[other]])) for one, other in pairs
+            }
+            found["broadcast"] = rate(partial(comm.broadcast, flat[slots[0]], slots))
+            found["sum"] = rate(partial(comm.reduce_add, [*flat.values()], slots[0]))
+            found["gather"] = rate(partial(comm.gather, [each[: len(each) // len(slots)] for each in flat.values()]))
+        except ValueError as error:
+            raise NotHere(str(error)) from error
+    low, high = min(between, key=lambda pair: between[pair]), max(between.values())
+    collectives = ", ".join(f"{work} {value:.1f}" for work, value in found.items())
+    text = f"GB/s: pairs {between[low]:.1f} ({low}) to {high:.1f}, {collectives}"
+    return Seen(text, {"pairs": between, **found})
+
+
+def steps(model: TrainedModel, machine: CheckedMachine) -> Seen:
+    """Training steps of one model: of one device with its part of the batch, and of all devices in each way."""
+    if not machine.has_gpus and model is not LAUNCH_BOUND:
+        raise NotHere("these are no GPUs, and it would take too long")
+    ways: Mapping[str, Callable[[nn.Module], Any]] = {
+        "one device": lambda module: module,
+        "torch.nn.DataParallel": _by_torch(machine),
+        **{name: partial(_by_form, name, machine) for name in FORMS},
+    }
+    seconds = _SHARE * machine.seconds_left() / len(ways)
+    found: dict[str, Any] = {}
+    for name, make in ways.items():
+        try:
+            run = _step(model, make, machine, 1 if name == "one device" else len(machine.slots))
+            found[name] = median_and_interval(times_of(run, machine, seconds))
+        except torch.OutOfMemoryError as error:
+            found[name] = f"out of memory: {error}"
+        except NotHere as reason:
+            found[name] = str(reason)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            found |= {
+                name: median_and_interval(times)
+                for name, times in timed_in_processes(model, machine, seconds, Path(directory)).items()
+            }
+    except NotHere as reason:
+        found["processes"] = str(reason)
+    shown = [
+        f"{name} {1e3 * value[0]:.1f} ({1e3 * value[1]:.1f} to {1e3 * value[2]:.1f})"
+        if isinstance(value, tuple)
+        else f"{name}: {value}"
+        for name, value in found.items()
+    ]
+    return Seen("ms: " + ", ".join(shown), found)
+
+
+def _by_torch(machine: CheckedMachine) -> Callable[[nn.Module], Any]:
+    def make(module: nn.Module) -> Any:
+        if machine.root.type != "cuda" or len(machine.devices) < 2:
+            raise NotHere("needs two CUDA devices")
+        from dataparallel.forms.data_parallel import TorchDataParallel
+
+        return TorchDataParallel(module, [device.index for device in machine.devices])
+
+    return make
+
+
+def _by_form(name: str, machine: CheckedMachine, module: nn.Module) -> Any:
+    return FORMS[name](module, machine.slots, **({"units": "auto"} if name == "fully_shard" else {}))
+
+
+def _step(
+    model: TrainedModel, make: Callable[[nn.Module], Any], machine: CheckedMachine, devices: int
+) -> Callable[[], object]:
+    module = model.model(machine.root)
+    call = make(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    inputs, targets = model.batch(devices, machine.root if devices == 1 else CPU)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        call(inputs, targets).mean().backward()
+        optimizer.step()
+
+    return run
+
+
+CHECKS = (
+    *(Check("speed", f"rates by {name}", partial(rates, name), hangs_after=60) for name in TRANSPORTS),
+    *(Check("speed", model.name, partial(steps, model), hangs_after=120) for model in MODELS),
+)
