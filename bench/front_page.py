@@ -2,14 +2,17 @@
 
 The first table of "What it costs" is made of ``results/beside_torch.csv`` and ``results/forms.csv``, the second one and
 the sentence below it of ``sharded_memory.csv``, ``forms.csv`` and ``sharded_speed.csv``, the sentence of predictions of
-``timelines.csv``. Words around them are the README's own. ``tests/test_docs.py`` compares the two. Measures nothing.
+``timelines.csv``. What has run where is made of ``gpu/*/check.json``, which ``.ci/gpu`` writes. Words around them are
+the README's own. ``tests/test_docs.py`` compares the two. Measures nothing.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from reporting import table
 
@@ -84,15 +87,43 @@ def predicted() -> list[str]:
     return [f"{float(most[way]['step']):.1f} ms" for way in WAYS]
 
 
+NO_GPU = "Nothing has been run on a GPU yet."
+
+
+def what_has_run_where() -> str:
+    """A row for each kind of machine. Those with GPUs have what `dataparallel.check` has found there."""
+    rows = [
+        ("CPU slots, simulated accelerators", "all tests"),
+        ("torch's CUDA build on a stand-in for GPUs", "all tests"),
+    ]
+    checked = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(BENCH.glob("results/gpu/*/check.json"))]
+    for title, fits in {"one GPU": lambda count: count == 1, "several GPUs": lambda count: count > 1}.items():
+        own = [each for each in checked if fits(each["devices"])]
+        rows += [(f"{title}: {each['machine']['names']}", _outcome(each)) for each in own] or [(title, "nothing")]
+    return table([{"where": where, "what has run there": what} for where, what in rows])
+
+
+def _outcome(report: dict[str, Any]) -> str:
+    passed = sum(each["status"] == "passed" for each in report["findings"])
+    failed = sum(each["status"] == "failed" for each in report["findings"])
+    return f"{passed} checks passed, {failed} failed ({report['date']}, torch {report['machine']['torch'].split()[0]})"
+
+
 def with_figures(text: str) -> str:
     """The README with the committed figures in place of those that it has."""
-    for head, wanted in (("times as fast", cost_table()), ("MiB of each", memory_table())):
+    for head, wanted in (
+        ("times as fast", cost_table()),
+        ("MiB of each", memory_table()),
+        ("where  ", what_has_run_where()),
+    ):
         old = re.search(rf"^=+(?:  =+)+\n{head}.*?\n=[= ]+\n.*?\n=[= ]+$", text, re.M | re.S)
         assert old is not None, f"the README has no table {head!r}"
         text = text.replace(old[0], wanted)
     (beside,) = found(rows_of("sharded_speed"), BESIDE_FSDP2)
     text = re.sub(r"(?<=its step is )\S+ \(.*?\)", as_text(beside), text)
     text = re.sub(r"Measured on .*? and torch [\w.+]+,", measured(), text, flags=re.S)
+    if any(BENCH.glob("results/gpu/*/check.json")):
+        text = text.replace(f"{NO_GPU} ", "")
     before, start, after = text.partition("For 8 A100 this predicts")
     figures = iter(predicted())
     sentence, end, rest = after.partition("(``docs/benchmarks.rst``)")
