@@ -167,6 +167,7 @@ def next_steps(devices: Sequence[torch.device]) -> list[tuple[str, str]]:
         script = f"model = DataParallel(model, device_ids={slots})  # to try it: two replicas on {place}, not faster"
     return [
         ("in your script", script),
+        ("does it work here", "python -m dataparallel --check"),
         ("if it is slow", "with dataparallel.trace(): ...  # around a few steps: prints where their time went"),
         ("in your tests", "nogpu.simulate(4)  # four simulated accelerators"),
         ("to read", "docs/guide/training.rst, docs/coming_from.rst, docs/guide/examples.rst of the checkout"),

@@ -139,7 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dataparallel",
         description="Runs a program with this library in place of torch.nn.DataParallel. Without a program: describes "
-        "this machine. Options go before the program; what follows it is for the program.",
+        "this machine; with --check alone, checks it (--check --help). Options go before the program; what follows it "
+        "is for the program.",
     )
     parser.add_argument("--report", action="store_true", help="print at the end what was replaced, and where time went")
     parser.add_argument(

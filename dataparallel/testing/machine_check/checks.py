@@ -85,9 +85,11 @@ class Check:
     Attributes:
         run: returns what it has seen. Raises `CheckFailed` or `NotHere`; any other error is a failure too.
         hangs_after: seconds after which a check that has not ended is said to hang.
+        takes: about how many seconds on a GPU. With less time left the check is not begun.
     """
 
     group: str
     name: str
     run: Callable[[CheckedMachine], Seen]
     hangs_after: float = 30.0
+    takes: float = 2.0

@@ -76,7 +76,7 @@ def raises_and_goes_on(form: str, how: str, machine: CheckedMachine) -> Seen:
     try:
         call(bad).square().mean().backward()
     except expected_error as error:
-        said = f"{type(error).__name__}, {_first_note(error)}"
+        said = f"as planned, {type(error).__name__} {_first_note(error)}".rstrip()
     except Exception as error:
         raise CheckFailed(f"{expected_error.__name__} became {type(error).__name__}: {error}") from error
     else:
@@ -94,7 +94,7 @@ def raises_and_goes_on(form: str, how: str, machine: CheckedMachine) -> Seen:
     for device, now in _allocated(machine).items():
         if now > before[device]:
             raise CheckFailed(f"{now - before[device]} bytes more are allocated on {device} after {said}. {_MEMORY}")
-    return Seen(f"{said}; the next step is that of one device, and takes no more memory")
+    return Seen(f"{said}; the next step is that of one device{', and takes no more memory' if before else ''}")
 
 
 def _why_no_limit(machine: CheckedMachine) -> str:
@@ -115,7 +115,7 @@ def _allocated(machine: CheckedMachine) -> dict[torch.device, int]:
 
 def _first_note(error: BaseException) -> str:
     notes: list[Any] = getattr(error, "__notes__", [])
-    return str(notes[0]) if notes else "without a note"
+    return str(notes[0]) if notes else ""
 
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:

@@ -25,7 +25,9 @@ _NAMES = {"H100": "H100", "A100-SXM4-80GB": "A100_80", "A100": "A100", "V100": "
 
 def predicted(machine: CheckedMachine) -> Seen:
     """Milliseconds of a step of each model by each form, where a published machine is like this one."""
-    name = torch.cuda.get_device_name(machine.root) if machine.root.type == "cuda" else str(machine.root)
+    if machine.root.type != "cuda":
+        raise NotHere("they are for machines with GPUs")
+    name = torch.cuda.get_device_name(machine.root)
     preset = next((preset for part, preset in _NAMES.items() if part in name), None)
     if preset is None or len(machine.devices) < 2:
         raise NotHere(f"no published machine is like {len(machine.devices)} x {name}")
@@ -44,7 +46,7 @@ def predicted(machine: CheckedMachine) -> Seen:
         raise NotHere(f"the prediction has failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
     found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
     shown = [f"{model}: " + ", ".join(f"{way} {ms:.1f}" for way, ms in ways.items()) for model, ways in found.items()]
-    return Seen(f"predicted for {preset}, ms: " + "; ".join(shown), found)
+    return Seen(f"predicted for {len(machine.devices)} of {preset}, ms: " + "; ".join(shown), found)
 
 
 def _made(model: TrainedModel, way: str, devices: Sequence[torch.device]) -> Callable[[], object]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -53,6 +55,7 @@ def timed_in_processes(
 
 
 def _rank(rank: int, ranks: int, kind: str, model_name: str, seconds: float, directory: str) -> None:
+    warnings.simplefilter("ignore")
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -69,7 +72,8 @@ def _rank(rank: int, ranks: int, kind: str, model_name: str, seconds: float, dir
     found = {name: _times(make, model, device, seconds) for name, make in _WAYS.items()}
     if rank == 0:
         (Path(directory) / "times").write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # threads of gloo and of DDP still run, and the process would end by an abort
 
 
 def _by_ddp(module: nn.Module, device: torch.device) -> nn.Module:

@@ -9,9 +9,12 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any, Literal
 
-Status = Literal["passed", "failed", "not run"]
+Status = Literal["passed", "failed", "not run", "no time"]
 
-_SIGNS: Mapping[Status, str] = {"passed": "ok", "failed": "FAILED", "not run": "-"}
+_SIGNS: Mapping[Status, str] = {"passed": "ok", "failed": "FAILED", "not run": "-", "no time": "-"}
+
+SPEED = "speed"
+"""The group of what is measured and cannot be wrong."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Finding:
 
     Attributes:
         group, name: what was checked.
-        status: "not run" if the check needs what this machine has not got, or there was no time.
+        status: "not run" if the check needs what this machine has not got, "no time" if the time was over.
         seconds: how long it took.
         text: what was seen; of a check that has failed, a sentence that says what to do.
         figures: numbers that were measured, for the JSON.
@@ -35,7 +38,7 @@ class Finding:
 
     def line(self) -> str:
         """The finding as a line of text."""
-        return f"{_SIGNS[self.status]:<7}{self.seconds:6.1f} s  {self.group + ': ' + self.name:<34}  {self.text}"
+        return f"{_SIGNS[self.status]:<7}{self.seconds:6.1f} s  {self.group + ': ' + self.name:<44}  {self.text}"
 
 
 @dataclass
@@ -58,15 +61,20 @@ class CheckReport:
 
     @property
     def passed(self) -> bool:
-        """True if no check has failed."""
-        return not any(finding.status == "failed" for finding in self.findings)
+        """True if no check has failed, and for none there was no time, except to measure."""
+        missing = any(each.status == "no time" and each.group != SPEED for each in self.findings)
+        return not missing and not any(each.status == "failed" for each in self.findings)
 
     def conclusion(self) -> str:
         """One paragraph: whether all is right, and what to do if it is not."""
         count = {status: [f for f in self.findings if f.status == status] for status in _SIGNS}
-        text = f"{len(count['passed'])} checks passed, {len(count['failed'])} failed, {len(count['not run'])} not run."
+        text = (
+            ", ".join(f"{len(found)} {status}" for status, found in count.items() if found or status == "failed") + "."
+        )
         if count["failed"]:
             text += " Failed: " + "; ".join(f"{each.group}: {each.name}" for each in count["failed"]) + "."
+        if count["no time"]:
+            text += " Pass more --seconds for what had no time."
         return f"{text} {self.shows_little}".strip()
 
     def to_json(self) -> str:
@@ -81,12 +89,17 @@ class CheckReport:
         return f"<CheckReport: {self.conclusion()}>"
 
     def _repr_html_(self) -> str:
-        def row(*cells: str) -> str:
-            return "<tr>" + "".join(f"<td style='text-align: left'>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        def row(*cells: str, kind: str = "td", color: str = "inherit") -> str:
+            style = f"text-align: left; color: {color}"
+            return "<tr>" + "".join(f"<{kind} style='{style}'>{escape(cell)}</{kind}>" for cell in cells) + "</tr>"
 
         machine = "".join(row(name, value) for name, value in self.machine.items())
         findings = "".join(
-            row(_SIGNS[each.status], f"{each.seconds:.1f} s", each.group, each.name, each.text)
-            for each in self.findings
+            row(
+                *(_SIGNS[one.status], f"{one.seconds:.1f} s", one.group, one.name, one.text),
+                color="crimson" if one.status == "failed" else "inherit",
+            )
+            for one in self.findings
         )
-        return f"<table>{machine}</table><table>{findings}</table><p>{escape(self.conclusion())}</p>"
+        head = row("result", "time", "of", "check", "what was seen", kind="th")
+        return f"<p>{escape(self.conclusion())}</p><table>{machine}</table><table>{head}{findings}</table>"

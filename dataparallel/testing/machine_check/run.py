@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import math
 import os
 import platform
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from dataparallel._version import __version__
+from dataparallel.arguments import checked
 from dataparallel.devices import all_devices
 from dataparallel.integrations.machine import about, about_cupy, about_gpus, about_nccl, about_torch
 from dataparallel.testing.machine_check import failures, forms, predictions, speed, streams, transfers
@@ -54,26 +56,41 @@ def check(
     ``torch.compile`` as they are, except that it resets the compiler. Nothing is downloaded.
 
     Args:
-        seconds: when to end. Checks for which there is no time are "not run".
+        seconds: when to end, above 0. For checks that would not end before there is "no time".
         checks: which ones; default: all.
         show: called with each line of the report as soon as it is known.
 
     Returns:
         The report. ``print`` shows it as text, a notebook as a table; `CheckReport.passed` says if all is right.
     """
-    checks = CHECKS if checks is None else checks
-    machine = CheckedMachine(ends_at=time.monotonic() + seconds)
-    report = CheckReport(_about_machine(), len(all_devices()), shows_little=_shows_little(machine))
-    for each in checks:
-        finding, hangs = _made(each, machine)
-        report.findings.append(finding)
-        if show is not None:
-            show(finding.line())
-        if hangs:
-            break
-    for each in checks[len(report.findings) :]:
-        report.findings.append(Finding(each.group, each.name, "not run", 0.0, "a check before it has not ended"))
+    machine, report = _begin(seconds)
+    _make_all(CHECKS if checks is None else checks, machine, report, show)
     return report
+
+
+def _begin(seconds: float) -> tuple[CheckedMachine, CheckReport]:
+    machine = CheckedMachine(ends_at=time.monotonic() + checked("seconds", seconds, float, above=0))
+    return machine, CheckReport(_about_machine(), len(all_devices()), shows_little=_shows_little(machine))
+
+
+def _make_all(
+    checks: Sequence[Check], machine: CheckedMachine, report: CheckReport, show: Callable[[str], object] | None
+) -> None:
+    why = "a check before it hangs"
+    try:
+        for each in checks:
+            finding, hangs = _made(each, machine)
+            report.findings.append(finding)
+            if show is not None:
+                show(finding.line())
+            if hangs:
+                break
+    except KeyboardInterrupt:
+        why = "it was interrupted"
+        raise
+    finally:
+        for each in checks[len(report.findings) :]:
+            report.findings.append(Finding(each.group, each.name, "no time", 0.0, why))
 
 
 def _about_machine() -> dict[str, str]:
@@ -107,7 +124,9 @@ def _shows_little(machine: CheckedMachine) -> str:
     if machine.root.type == "cpu":
         return "There is no accelerator, so this ran on two slots of the CPU: that shows little about GPUs."
     if not machine.has_gpus:
-        return f"These are no GPUs ({machine.root.type}): no times, and nothing of kernels and links of GPUs."
+        return (
+            "The devices stand in for GPUs: their times mean nothing, and no kernel and no link of a GPU was checked."
+        )
     return "" if len(machine.devices) > 1 else "There is one GPU, so nothing has travelled between devices."
 
 
@@ -118,20 +137,17 @@ def _made(check: Check, machine: CheckedMachine) -> tuple[Finding, bool]:
     def finding(status: Any, text: str, figures: Any = None) -> Finding:
         return Finding(check.group, check.name, status, time.monotonic() - begin, text, dict(figures or {}))
 
-    if machine.seconds_left() <= 0:
-        return finding("not run", "there was no time: pass more --seconds"), False
+    if machine.seconds_left() < check.takes:
+        return finding("no time", "there was no time"), False
     result: list[Seen | BaseException] = []
     thread = threading.Thread(target=_run, args=(check, machine, result), name=f"check {check.name}", daemon=True)
     thread.start()
-    limit = min(check.hangs_after, max(machine.seconds_left(), 1.0))
-    while thread.is_alive() and time.monotonic() - begin < limit:
+    while thread.is_alive() and time.monotonic() - begin < check.hangs_after:
         thread.join(0.1)  # short, so that Ctrl-C is noticed
     if not result:
-        if limit < check.hangs_after:
-            return finding("not run", "it had not ended when the time was over: pass more --seconds"), True
         frame = sys._current_frames().get(thread.ident or 0)
         where = traceback.format_stack(frame)[-1].strip().replace("\n", ": ") if frame is not None else "nowhere"
-        text = f"it hangs: it has not ended after {limit:.0f} s, and waits in {where}. Open an issue with the JSON"
+        text = f"it hangs: it has not ended after {check.hangs_after:g} s, and waits in {where}. Open an issue"
         return finding("failed", text, {"stack": traceback.format_stack(frame) if frame is not None else []}), True
     (seen,) = result
     if isinstance(seen, Seen):
@@ -164,17 +180,29 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"when to end (default: {SECONDS:.0f})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON, for an issue")
     options = parser.parse_args(arguments)
+    if not 0 < options.seconds < math.inf:
+        parser.error(f"--seconds has to be above 0; got {options.seconds}")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no folder {options.json.absolute().parent}")
+    code = 1
     with _Lines(len(CHECKS)) as lines:
-        for name, text in _about_machine().items():
+        machine, report = _begin(options.seconds)
+        for name, text in report.machine.items():
             lines.show(f"{name:<13} {text}", is_check=False)
-        report = check(options.seconds, show=lines.show)
+        try:
+            _make_all(CHECKS, machine, report, lines.show)
+            code = int(not report.passed)
+        except KeyboardInterrupt:
+            code = 130
     print(f"\n{report.conclusion()}")
     if options.json is not None:
         options.json.write_text(report.to_json() + "\n", encoding="utf-8")
         print(f"The report is in {options.json}.")
+    elif code:
+        print("For an issue, run it again with --json FILE.")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if report.passed else 1)  # a check that hangs must not keep the process
+    os._exit(code)  # a check that hangs must not keep the process
 
 
 class _Lines:

@@ -120,7 +120,7 @@ def steps(model: TrainedModel, machine: CheckedMachine) -> Seen:
         else f"{name}: {value}"
         for name, value in found.items()
     ]
-    return Seen("ms: " + ", ".join(shown), found)
+    return Seen("ms of a step, one device with its part of the batch: " + ", ".join(shown), found)
 
 
 def _by_torch(machine: CheckedMachine) -> Callable[[nn.Module], Any]:
