@@ -52,8 +52,8 @@ def check(
     """Checks that this machine computes with the library what one device computes, and measures how fast.
 
     On several accelerators all are used, on one there are two slots on it, and without any two on the CPU. It takes
-    memory of all devices, some hundred MB, and leaves the current device and streams, seeds, and compiled code of
-    ``torch.compile`` as they are, except that it resets the compiler. Nothing is downloaded.
+    memory of all devices, some hundred MB for correctness and some GB to measure. It seeds torch's generators, and
+    resets the compiler; the current device and streams stay. Nothing is downloaded.
 
     Args:
         seconds: when to end, above 0. For checks that would not end before there is "no time".
