@@ -280,7 +280,7 @@ BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
     "gradients.py:UnitGradients.add_up:Event:1": (a_sum_that_fails, "freed too early: "),
     "gradients.py:UnitGradients.add_up:wait_for:1": (training, "race: sum_float32 reads"),
     "gradients.py:UnitGradients.add_up:wait_for:2": (a_sum_that_fails, "freed too early: "),
-    "gather.py:PullSource._copying:Event:1": (training_in_bfloat16, "race: copy_many reads"),
+    "sharded_unit.py:TreeStreams.note_casts:Event:1": (training_in_bfloat16, "race: copy_many reads"),
     "gather.py:PullSource._copying:make_wait:1": (training_in_bfloat16, "race: "),
     "gather.py:PullSource._let_go:wait_for:1": (training_in_bfloat16, "freed too early: .*copy_many, which reads"),
     "sharded_unit.py:TreeStreams.now:Event:1": (unshard_and_reshard, "race: copy_many reads"),
