@@ -43,8 +43,8 @@ class TreeStreams:
             each other owner a stream on which shards leave.
         adding: for each device the stream on which gradients arrive, are summed, and leave.
         casting: for each device the stream on which shards are cast or sent before slots pull them.
-        last_casts: for each device an event after the last casts there, of any tree on these slots. Before it no stream
-            may write to shards, and while one in pinned memory is sent, neither may the host.
+        last_casts: for each device an event after the tree's last casts there. Before it no stream may write to shards,
+            and while one in pinned memory is sent, neither may the host.
     """
 
     def __init__(self, slots: Sequence[torch.device]) -> None:
@@ -91,14 +91,6 @@ class TreeStreams:
     def now(self) -> dict[torch.device, Event]:
         """Returns for each device an event on its current stream."""
         return {device: Event(stream) for device, stream in current_streams(self.slots).items()}
-
-
-_of_slots: dict[tuple[torch.device, ...], TreeStreams] = {}
-
-
-def streams_of(slots: Sequence[torch.device]) -> TreeStreams:
-    """Returns the streams of all trees on these slots: one object, because the units of a tree note casts there."""
-    return _of_slots.setdefault((*slots,), TreeStreams(slots))
 
 
 def wait_for(events: Iterable[Event], streams: Iterable[torch.Stream]) -> None:
@@ -424,7 +416,7 @@ class ShardedUnit:
         self.pass_gradients: Callable[[], PassGradients] | None = None
         self.deliver: Callable[[int, Sequence[Tensor | None]], None] | None = None
         self.registries = Registries()
-        self.streams = streams_of(self.slots)
+        self.streams = TreeStreams(self.slots)
         self._making = threading.Lock()  # held while slots get their units: the first calls may come at once
         self._make_owned()
 

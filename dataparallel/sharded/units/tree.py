@@ -166,12 +166,13 @@ class Tree:
     """The units of one tree, the root's first.
 
     Attributes:
+        streams: the root's, on which the calls of this tree note casts of all units.
         next_unit: for each unit the unit that came after it in the last forward.
         order_of_sums: the numbers of units in rank 0's order of sums over machines; empty until it is known.
     """
 
     def __init__(self, units: Sequence[Unit], slots: Sequence[torch.device]) -> None:
-        self.units, self.slots = list(units), list(slots)
+        self.units, self.slots, self.streams = list(units), list(slots), units[0].streams
         self.next_unit: dict[Unit, Unit] = {}
         self.last_call: RootCall | None = None
         self._pass: BackwardPass | None = None
@@ -368,7 +369,7 @@ class Tree:
     def make_owners_wait(self, computing: Mapping[torch.device, torch.Stream]) -> None:
         """Orders later writes to the shards, by streams and by the host, after all pulls and copies of shards."""
         is_offloaded = any(unit.is_offloaded for unit in self.units)
-        self.units[0].streams.make_owners_wait(computing, is_offloaded)
+        self.streams.make_owners_wait(computing, is_offloaded)
 
 
 class RootCall:
@@ -382,10 +383,10 @@ class RootCall:
         tree.last_call = self
         for unit in tree.units:
             unit.begin_gathers(len(slots), tree.gathers)
-            unit.settle, unit.pass_gradients = tree.settle, tree.pass_gradients
+            unit.settle, unit.pass_gradients, unit.streams = tree.settle, tree.pass_gradients, tree.streams
             unit.deliver = partial(tree.deliver, unit)
         self.computing = current_streams(tree.slots)
-        ready = tree.take_post_optim_event() or tree.units[0].streams.meet("calls", map(Event, self.computing.values()))
+        ready = tree.take_post_optim_event() or tree.streams.meet("calls", map(Event, self.computing.values()))
         self.ready = {} if ready is None else dict.fromkeys(self.computing, ready)
         self._versions: dict[ShardedUnit, list[int]] = {}
         # For each slot its units in the order in which their forwards began, and ended.

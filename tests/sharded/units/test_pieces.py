@@ -13,7 +13,7 @@ from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.sharded.units import sharded_unit
 from dataparallel.sharded.units.gather import PullSource
-from dataparallel.sharded.units.sharded_unit import streams_of
+from dataparallel.sharded.units.sharded_unit import TreeStreams
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from freed_later import freed_later
@@ -295,7 +295,7 @@ class TestTheSetting:
 @pytest.mark.devices("sim", "cuda")
 def test_of_casts_that_two_threads_note_the_later_events_stay(slots, monkeypatch):
     """A thread that notes casts in the meantime waits, so that its events, which are later, are kept."""
-    streams, made, threads = streams_of([*map(torch.device, slots)]), [], []
+    streams, made, threads = TreeStreams([*map(torch.device, slots)]), [], []
 
     class Recorded(Event):
         def __init__(self, stream):
