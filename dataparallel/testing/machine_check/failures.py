@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dataparallel.devices import CPU
 from dataparallel.testing.machine_check.checks import Check, CheckedMachine, CheckFailed, NotHere, Seen
-from dataparallel.testing.machine_check.forms import FORMS, InChunks, compare
+from dataparallel.testing.machine_check.forms import FORMS, InChunks, compare, gradients_of
 
 _WIDTH = 16
 _MEMORY = "Memory of a failed call is not free, so training after it may run out: open an issue with the JSON"
@@ -87,7 +87,7 @@ def raises_and_goes_on(form: str, how: str, machine: CheckedMachine) -> Seen:
     wanted = InChunks(alone, len(machine.slots))(x)
     wanted.square().mean().backward()
     compare({"output": output.cpu()}, {"output": wanted.cpu()}, 1e-9, "the step after a failure")
-    compare(_gradients(module), _gradients(alone), 1e-9, "the step after a failure")
+    compare(gradients_of(module), gradients_of(alone), 1e-9, "the step after a failure")
     for each in (module, alone):
         each.zero_grad()
     del output, wanted
@@ -116,15 +116,6 @@ def _allocated(machine: CheckedMachine) -> dict[torch.device, int]:
 def _first_note(error: BaseException) -> str:
     notes: list[Any] = getattr(error, "__notes__", [])
     return str(notes[0]) if notes else ""
-
-
-def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    found = {}
-    for name, parameter in module.named_parameters():
-        assert parameter.grad is not None
-        grad: Any = parameter.grad
-        found[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).detach().cpu()
-    return found
 
 
 _WAYS = {"forward": "an error in forward", "backward": "an error in backward", "memory": "out of memory on one device"}

@@ -44,6 +44,9 @@ def _sharded(module: nn.Module, slots: Sequence[torch.device], **options: Any) -
 
 FORMS: Mapping[str, Form] = {"DataParallel": _wrapped, "replicate": _replicated, "fully_shard": _sharded}
 
+OPTIONS: Mapping[str, Mapping[str, Any]] = {"DataParallel": {}, "replicate": {}, "fully_shard": {"units": "auto"}}
+"""With which the README shows each form."""
+
 _BY_NAME = {case.name: case for case in CASES}
 MODELS: Mapping[str, Case] = {
     "convolution net": _BY_NAME["convnet_train"],
@@ -109,9 +112,8 @@ class Training:
                     output = call(part.to(device))
                 output.double().square().mean().backward()
                 results[f"step {step}: output of part {number}"] = output
-            for name, parameter in module.named_parameters():
-                if parameter.grad is not None:
-                    results[f"step {step}: gradient of {name}"] = _whole(parameter.grad)
+            for name, gradient in gradients_of(module).items():
+                results[f"step {step}: gradient of {name}"] = gradient
             optimizer.step()
         results |= {f"after training: {name}": _whole(tensor) for name, tensor in module.state_dict().items()}
         return {name: tensor.detach().cpu() for name, tensor in results.items()}
@@ -129,6 +131,11 @@ class Training:
 
 def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor.detach().clone()
+
+
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+    """The gradients that the parameters have, whole and on the CPU, by name."""
+    return {name: _whole(each.grad).cpu() for name, each in module.named_parameters() if each.grad is not None}
 
 
 def compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float, what: str) -> float:
@@ -241,10 +248,9 @@ _ACCUMULATION = Training(parts=3)
 
 
 def _checks_of(form: str) -> list[Check]:
-    options: dict[str, Any] = {"units": "auto"} if form == "fully_shard" else {}
     return [
         Check(form, "float64", partial(same_as_one_device, form, Training(), {})),
-        Check(form, "mixed precision", partial(same_as_one_device, form, _AUTOCAST, options)),
+        Check(form, "mixed precision", partial(same_as_one_device, form, _AUTOCAST, OPTIONS[form])),
         Check(form, "accumulation", partial(same_as_one_device, form, _ACCUMULATION, {})),
         Check(form, "same bits twice", partial(same_bits, form)),
         Check(form, "checkpoint", partial(checkpoint, form)),

@@ -11,13 +11,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
 from dataparallel.testing.machine_check.checks import Check, CheckedMachine, NotHere, Seen
-from dataparallel.testing.machine_check.forms import FORMS
-from dataparallel.testing.machine_check.trained_models import MODELS, TrainedModel
+from dataparallel.testing.machine_check.forms import FORMS, OPTIONS
+from dataparallel.testing.machine_check.trained_models import MODELS, TrainedModel, training_step
 
 _NAMES = {"H100": "H100", "A100-SXM4-80GB": "A100_80", "A100": "A100", "V100": "V100", "3090": "RTX_3090"}
 """Parts of a GPU's name, and the preset of ``nogpu.timeline.presets``. The first part that fits counts."""
@@ -52,19 +51,10 @@ def predicted(machine: CheckedMachine) -> Seen:
 def _made(model: TrainedModel, way: str, devices: Sequence[torch.device]) -> Callable[[], object]:
     slots = [*devices[:1]] if way == "one device" else [*devices]
     module = model.model(slots[0])
-    call: Any = module
-    if way != "one device":
-        call = FORMS[way](module, slots, **({"units": "auto"} if way == "fully_shard" else {}))
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
     inputs, targets = (each.pin_memory() for each in model.batch(len(slots), torch.device("cpu")))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = call(inputs.to(slots[0]), targets.to(slots[0])) if way == "one device" else call(inputs, targets)
-        loss.mean().backward()
-        optimizer.step()
-
-    return step
+    if way == "one device":
+        return training_step(module, lambda *batch: module(*(each.to(slots[0]) for each in batch)), inputs, targets)
+    return training_step(module, FORMS[way](module, slots, **OPTIONS[way]), inputs, targets)
 
 
 def main(preset: str, count: int) -> None:

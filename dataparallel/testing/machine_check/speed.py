@@ -21,9 +21,9 @@ from dataparallel import comm
 from dataparallel.comm.settings import TRANSPORTS
 from dataparallel.devices import CPU
 from dataparallel.testing.machine_check.checks import Check, CheckedMachine, NotHere, Seen
-from dataparallel.testing.machine_check.forms import FORMS
+from dataparallel.testing.machine_check.forms import FORMS, OPTIONS
 from dataparallel.testing.machine_check.processes import timed_in_processes
-from dataparallel.testing.machine_check.trained_models import LAUNCH_BOUND, MODELS, TrainedModel
+from dataparallel.testing.machine_check.trained_models import LAUNCH_BOUND, MODELS, TrainedModel, training_step
 
 _BYTES = 64 * 2**20
 _LEAST, _MOST = 5, 50  # times that make a median
@@ -94,13 +94,15 @@ def steps(model: TrainedModel, machine: CheckedMachine) -> Seen:
     ways: Mapping[str, Callable[[nn.Module], Any]] = {
         "one device": lambda module: module,
         "torch.nn.DataParallel": _by_torch(machine),
-        **{name: partial(_by_form, name, machine) for name in FORMS},
+        **{name: partial(form, slots=machine.slots, **OPTIONS[name]) for name, form in FORMS.items()},
     }
     seconds = _SHARE * machine.seconds_left() / len(ways)
     found: dict[str, Any] = {}
     for name, make in ways.items():
         try:
-            run = _step(model, make, machine, 1 if name == "one device" else len(machine.slots))
+            module, is_alone = model.model(machine.root), name == "one device"
+            batch = model.batch(1 if is_alone else len(machine.slots), machine.root if is_alone else CPU)
+            run = training_step(module, make(module), *batch)
             found[name] = median_and_interval(times_of(run, machine, seconds))
         except torch.OutOfMemoryError as error:
             found[name] = f"out of memory: {error}"
@@ -132,26 +134,6 @@ def _by_torch(machine: CheckedMachine) -> Callable[[nn.Module], Any]:
         return TorchDataParallel(module, [device.index for device in machine.devices])
 
     return make
-
-
-def _by_form(name: str, machine: CheckedMachine, module: nn.Module) -> Any:
-    return FORMS[name](module, machine.slots, **({"units": "auto"} if name == "fully_shard" else {}))
-
-
-def _step(
-    model: TrainedModel, make: Callable[[nn.Module], Any], machine: CheckedMachine, devices: int
-) -> Callable[[], object]:
-    module = model.model(machine.root)
-    call = make(module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    inputs, targets = model.batch(devices, machine.root if devices == 1 else CPU)
-
-    def run() -> None:
-        optimizer.zero_grad()
-        call(inputs, targets).mean().backward()
-        optimizer.step()
-
-    return run
 
 
 CHECKS = (

@@ -17,7 +17,7 @@ from dataparallel.comm.streams.current import streams_set
 from dataparallel.devices import CPU
 from dataparallel.forms.prefetch import prefetch
 from dataparallel.testing.machine_check.checks import Check, CheckedMachine, CheckFailed, NotHere, Seen
-from dataparallel.testing.machine_check.forms import FORMS, MODELS, Training, compare
+from dataparallel.testing.machine_check.forms import FORMS, MODELS, Training, compare, gradients_of
 
 STEPS, SETTLED = 200, 20
 _CASE = MODELS["transformer"]
@@ -104,7 +104,7 @@ def random_numbers(form: str, machine: CheckedMachine) -> Seen:
             torch.manual_seed(1)
             call(x).square().mean().backward()
             draws.append(torch.rand(8))
-            runs.append({name: _plain(p.grad) for name, p in module.named_parameters() if p.grad is not None})
+            runs.append(gradients_of(module))
     for number, (run, draw) in enumerate(zip(runs[1:], draws[1:], strict=True), start=2):
         if not torch.equal(draw, draws[0]):
             raise CheckFailed(
@@ -113,12 +113,6 @@ def random_numbers(form: str, machine: CheckedMachine) -> Seen:
             )
         compare(run, runs[0], 0.0, f"with one seed, run {number}")
     return Seen("dropout in a checkpoint: one seed, the same gradients and the same numbers afterwards")
-
-
-def _plain(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-    return whole.detach().cpu().clone()
 
 
 def constant_memory(form: str, machine: CheckedMachine) -> Seen:

@@ -60,6 +60,20 @@ class TrainedModel:
         return tokens, tokens
 
 
+def training_step(
+    module: nn.Module, call: Callable[..., Tensor], inputs: Tensor, targets: Tensor
+) -> Callable[[], None]:
+    """A step of SGD on ``module`` with the loss that ``call`` returns, always of this batch."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        call(inputs, targets).mean().backward()
+        optimizer.step()
+
+    return step
+
+
 RESNET = TrainedModel("ResNet-50, 32 images", lambda: ResNet50(64, 1000), (3, 224, 224), 1000, 32)
 GPT2 = TrainedModel("GPT-2 small, 8 x 512 tokens", lambda: Transformer(_GPT2), (512,), 50_257, 8)
 LAUNCH_BOUND = TrainedModel(
