@@ -51,7 +51,9 @@ def test_parameters_come_back_as_parameters(whole: Tensor, slots: list) -> None:
     assert not frozen.requires_grad
 
 
-@pytest.mark.parametrize("location", ["cpu", CPU, lambda storage, location: storage], ids=str)
+@pytest.mark.parametrize(
+    "location", ["cpu", CPU, lambda storage, location: storage], ids=["name", "device", "function"]
+)
 def test_on_the_cpu_the_owners_stay_known(location: Any, whole: Tensor, slots: list, root: torch.device) -> None:
     loaded = through_a_file(distribute_tensor(whole, slots), map_location=location)
     assert places(loaded) == (CPU,) * 3

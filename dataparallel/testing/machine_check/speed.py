@@ -18,12 +18,15 @@ import torch
 from torch import nn
 
 from dataparallel import comm
+from dataparallel.comm.kernels import DeviceTable
 from dataparallel.comm.settings import TRANSPORTS
+from dataparallel.comm.tables import Place, TableRow
 from dataparallel.devices import CPU
 from dataparallel.testing.machine_check.checks import Check, CheckedMachine, NotHere, Seen
 from dataparallel.testing.machine_check.forms import FORMS, OPTIONS
 from dataparallel.testing.machine_check.processes import timed_in_processes
 from dataparallel.testing.machine_check.trained_models import LAUNCH_BOUND, MODELS, TrainedModel, training_step
+from dataparallel.testing.machine_check.transfers import need_kernels
 
 _BYTES = 64 * 2**20
 _LEAST, _MOST = 5, 50  # times that make a median
@@ -87,6 +90,59 @@ def rates(name: str, machine: CheckedMachine) -> Seen:
     return Seen(text, {"pairs": between, **found})
 
 
+def rates_of_kernels(machine: CheckedMachine) -> Seen:
+    """Bytes read and written per second by one launch on the first device, from the last one, beside torch's copy."""
+    _needs_gpus(machine)
+    need_kernels(machine)
+    root, last = machine.root, machine.devices[-1]
+    numel, small = 4 * _BYTES // 4, 1000
+    one, other = torch.rand(numel, device=last), torch.rand(numel, device=root)
+    target = torch.zeros(numel, device=root)
+    first, second, third = (Place(at, 0) for at in range(3))
+    copies = DeviceTable([TableRow(third, (first,), numel)], root, torch.float32)
+    sums = DeviceTable([TableRow(third, (first, second), numel)], root, torch.float32)
+    many = [TableRow(Place(2, 2048 * at), (Place(0, 2048 * at),), 1024) for at in range(small)]  # 4 KiB, with gaps
+    many_copies = DeviceTable(many, root, torch.float32)
+    ours, theirs = ([each[2048 * at : 2048 * at + 1024] for at in range(small)] for each in (one, target))
+
+    def flatten_copy_unflatten() -> None:
+        flat = torch.cat(ours).to(root)
+        torch._foreach_copy_(theirs, [*flat.split(1024)])
+
+    tensors, in_bytes = [one, other, target], numel * one.itemsize
+    rates = {
+        "torch's copy": 2 * in_bytes / _on_device(lambda: target.copy_(one), root),
+        "copy": 2 * in_bytes / _on_device(lambda: copies.launch(tensors), root),
+        "sum of two": 3 * in_bytes / _on_device(lambda: sums.launch(tensors), root),
+    }
+    torch_seconds, seconds = (
+        _on_device(run, root) for run in (flatten_copy_unflatten, lambda: many_copies.launch(tensors))
+    )
+    found = {name: rate / 1e9 for name, rate in rates.items()} | {"flatten, copy, unflatten": torch_seconds / seconds}
+    shown = ", ".join(f"{name} {found[name]:.0f}" for name in rates)
+    return Seen(
+        f"GB/s: {shown}; 1,000 tensors of 4 KiB in one launch {torch_seconds / seconds:.1f} times as fast as by "
+        "torch's flatten, copy, unflatten",
+        found,
+    )
+
+
+def _on_device(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds on the device of one of several runs in a row: the median of five."""
+    found, count = [], 20
+    run()
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(device)
+        begin.record(stream)
+        for _ in range(count):
+            run()
+        end.record(stream)
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3 / count)
+    return statistics.median(found)
+
+
 def steps(model: TrainedModel, machine: CheckedMachine) -> Seen:
     """Training steps of one model: of one device with its part of the batch, and of all devices in each way."""
     if not machine.has_gpus and model is not LAUNCH_BOUND:
@@ -137,6 +193,7 @@ def _by_torch(machine: CheckedMachine) -> Callable[[nn.Module], Any]:
 
 
 CHECKS = (
+    Check("speed", "rates of kernels", rates_of_kernels, hangs_after=60),
     *(Check("speed", f"rates by {name}", partial(rates, name), hangs_after=60) for name in TRANSPORTS),
     *(Check("speed", model.name, partial(steps, model), hangs_after=120) for model in MODELS),
 )

@@ -15,6 +15,7 @@ from dataparallel import comm
 from dataparallel.comm import kernels
 from dataparallel.comm.settings import TRANSPORT_VARIABLE, TRANSPORTS
 from dataparallel.comm.tables import Place, Table, TableRow, summed_in
+from dataparallel.devices import CPU
 from dataparallel.testing.machine_check.checks import Check, CheckedMachine, CheckFailed, NotHere, Seen
 
 SIZES = (1, 4099, 2**20 + 3)  # bytes
@@ -60,14 +61,13 @@ def copies_arrive(machine: CheckedMachine) -> Seen:
     )
 
 
-def _need_kernels(machine: CheckedMachine) -> None:
-    if len(machine.devices) < 2:
-        raise NotHere("there is one device, and the kernels read peers")
+def need_kernels(machine: CheckedMachine) -> None:
+    """Raises `NotHere` if the kernels cannot be launched."""
     if machine.root.type == "cuda":
         if (problem := kernels.why_not(machine.devices)) is not None:
             raise NotHere(f"the kernels do not run here: {problem}")
         kernels.make_reachable(machine.devices)
-    elif not hasattr(torch.get_device_module(machine.root.type), "launch_rows"):
+    elif machine.root == CPU or not hasattr(torch.get_device_module(machine.root.type), "launch_rows"):
         raise NotHere(f"the kernels are for CUDA devices, and {machine.root} is none")
 
 
@@ -78,15 +78,16 @@ _KERNELS_WRONG = (
 
 
 def kernels_copy(machine: CheckedMachine) -> Seen:
-    """The kernel that copies, on each device from each other one, beside what the host has."""
-    _need_kernels(machine)
+    """The kernel that copies, on each device from each other one, or on the only one, beside what the host has."""
+    need_kernels(machine)
     data = _random(_STRIPE, torch.uint8, 1)
     regions = [*_regions()]
     table: Table = [
         TableRow(Place(len(regions) + at, offset), (Place(at, offset),), size)
         for at, (size, offset) in enumerate(regions)
     ]
-    for source, target in machine.pairs:
+    pairs = machine.pairs if len(machine.devices) > 1 else [(machine.root, machine.root)]
+    for source, target in pairs:
         sent = data.to(source)
         arrived = [torch.zeros(_STRIPE, dtype=torch.uint8, device=target) for _ in regions]
         machine.synchronize()
@@ -100,12 +101,13 @@ def kernels_copy(machine: CheckedMachine) -> Seen:
                     f"a kernel on {target} that copies {size} bytes of {source} from byte {offset} on brings others. "
                     f"{_KERNELS_WRONG}"
                 )
-    return Seen(f"{len(machine.pairs)} ordered pairs, {len(regions)} sizes and offsets: every byte arrives")
+    where = f"{len(pairs)} ordered pairs" if len(machine.devices) > 1 else "on one device"
+    return Seen(f"{where}, {len(regions)} sizes and offsets: every byte arrives")
 
 
 def kernels_sum(machine: CheckedMachine) -> Seen:
     """The kernels that sum, on each device over all devices, beside sums of the host in the same order."""
-    _need_kernels(machine)
+    need_kernels(machine)
     numel = 10_007
     for dtype, target_dtype in kernels.SUM_KERNELS:
         data = [
@@ -172,7 +174,7 @@ def transport_carries(name: str, machine: CheckedMachine) -> Seen:
 
 CHECKS = (
     Check("transfers", "copies between devices", copies_arrive),
-    Check("transfers", "kernels that copy from peers", kernels_copy),
-    Check("transfers", "kernels that sum over peers", kernels_sum, hangs_after=60),
+    Check("transfers", "kernels that copy", kernels_copy, hangs_after=60),
+    Check("transfers", "kernels that sum", kernels_sum, hangs_after=60),
     *(Check("transfers", f"transport {name}", functools.partial(transport_carries, name)) for name in TRANSPORTS),
 )

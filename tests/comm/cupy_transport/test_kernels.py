@@ -2,59 +2,17 @@
 
 import pytest
 import torch
+from arenas import COPIED, PARTS, SHORT, SUMMED, Arena, after_copies, after_sums, fill, sizes, table_of, with_one_nan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_runner import Kernels
-from torch import Tensor
 
-from dataparallel.comm.kernels import SUM_KERNELS, KernelLaunch, pack
+from dataparallel.comm.kernels import KernelLaunch, pack
 from dataparallel.comm.tables import Place, TableRow
 from selection import others_long
 
 # They know no slots: once is enough.
 pytestmark = pytest.mark.devices("cpu")
-
-SUMMED = [*dict.fromkeys(dtype for dtype, _ in SUM_KERNELS)]
-COPIED = [*SUMMED, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
-HALVES = [torch.float16, torch.bfloat16]
-
-PARTS = {torch.complex128: torch.float64, torch.complex64: torch.float32}
-"""The dtype of a complex number's real and imaginary part."""
-
-
-class Arena:
-    """Memory of random bytes: tensors lie in it with random gaps, and any write between them is seen."""
-
-    def __init__(self, numels: list[int], dtypes: list[torch.dtype], random: torch.Generator, aligned: bool) -> None:
-        self.places: list[tuple[int, int, torch.dtype]] = []
-        end = 0
-        gaps = torch.randint(1, 40, (len(numels),), generator=random).tolist()
-        for numel, dtype, gap in zip(numels, dtypes, gaps, strict=True):
-            step = 16 if aligned else dtype.itemsize
-            start = -(-(end + gap) // step) * step
-            self.places.append((start, numel, dtype))
-            end = start + numel * dtype.itemsize
-        self.bytes = torch.randint(0, 256, (-(-end // 16) * 16 + 64,), dtype=torch.uint8, generator=random)
-
-    def tensors(self, memory: Tensor | None = None) -> list[Tensor]:
-        memory = self.bytes if memory is None else memory
-        return [memory[start : start + numel * d.itemsize].view(d) for start, numel, d in self.places]
-
-
-# One of each kind of numbers, and the one that is rounded.
-SHORT = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
-
-
-@st.composite
-def sizes(draw: st.DrawFn) -> tuple[list[int], torch.Generator]:
-    """The numbers of elements of 1 to 200 tensors, and where all else that is random comes from."""
-    random = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    count = draw(st.one_of(st.integers(1, 8), st.integers(1, 200)))
-    largest = draw(st.sampled_from([1, 5, 40, 300, 2_000 if count > 20 else 30_000]))
-    # Small ones are as frequent as large ones.
-    exponents = torch.rand(count, generator=random)
-    return [int((largest + 1) ** exponent - 1 + 1e-6) for exponent in exponents.tolist()], random
-
 
 launches = st.fixed_dictionaries(
     {"threads": st.sampled_from([1, 7, 32, 256]), "backwards": st.booleans()},
@@ -64,13 +22,8 @@ blocks = st.sampled_from([1, 2, 13, 1000])
 
 def executing(target: Arena, terms: list[Arena], dtype: torch.dtype, max_blocks: int) -> tuple[KernelLaunch, list[int]]:
     """The launch that adds the tensors of ``terms``, or copies them from one, and the addresses of the arenas."""
-    arenas = [target, *terms]
-    table = [
-        TableRow(places[0], tuple(places[1:]), tensor.nbytes // dtype.itemsize)
-        for tensor, *starts in zip(target.tensors(), *(arena.places for arena in arenas), strict=True)
-        for places in [[Place(at, start // dtype.itemsize) for at, (start, _, _) in enumerate(starts)]]
-    ]
-    return pack(table, dtype, dtype, max_blocks=max_blocks), [arena.bytes.data_ptr() for arena in arenas]
+    launch = pack(table_of(target, terms, dtype), dtype, dtype, max_blocks=max_blocks)
+    return launch, [arena.bytes.data_ptr() for arena in (target, *terms)]
 
 
 @settings(max_examples=10 * settings().max_examples)
@@ -81,55 +34,10 @@ def test_copies_have_the_bits_of_their_sources_and_nothing_else_is_written(
     numels, random = drawn
     dtypes = [COPIED[i] for i in torch.randint(0, len(COPIED), (len(numels),), generator=random).tolist()]
     source, target = (Arena(numels, dtypes, random, aligned) for _ in range(2))
-    before, expected = source.bytes.clone(), target.bytes.clone()
-    for copy, original in zip(target.tensors(expected), source.tensors(), strict=True):
-        copy.view(torch.uint8).copy_(original.view(torch.uint8))
+    before, expected = source.bytes.clone(), after_copies(source, target)
     kernels.run(*executing(target, [source], torch.uint8, max_blocks), **launch)
     assert torch.equal(source.bytes, before)
     assert torch.equal(target.bytes, expected)
-
-
-def fill(memory: Tensor, dtype: torch.dtype, kind: str, random: torch.Generator) -> None:
-    """Values worth adding; ``bits`` leaves random ones, which have NaNs, infinities and exponents far apart."""
-    if kind == "bits" or not dtype.is_floating_point:
-        return
-    info, values = torch.finfo(dtype), memory.view(dtype)
-    if kind == "ordinary":
-        values.copy_(torch.randn(values.shape, generator=random))
-    elif kind == "subnormal":
-        scale = 8 * info.smallest_normal
-        values.copy_(torch.randn(values.shape, generator=random, dtype=torch.float64) * scale)
-    else:
-        top, low, small = info.max, info.smallest_normal, info.smallest_normal * info.eps
-        edges = [0.0, -0.0, top, -top, top / 2, -top / 2, low, -low, small, -small, 1.0, 1 + info.eps, info.eps / 2]
-        edges += [float("inf"), -float("inf"), float("nan"), top * info.eps / 4, -top * info.eps / 4]
-        values.copy_(
-            torch.tensor(edges, dtype=torch.float64)[torch.randint(0, len(edges), values.shape, generator=random)]
-        )
-
-
-def sum_by_torch(terms: list[Tensor]) -> Tensor:
-    """In slot order; halves in float32, rounded once."""
-    dtype = terms[0].dtype
-    wide = torch.float32 if dtype in HALVES else dtype
-    total = terms[0].to(wide)
-    for term in terms[1:]:
-        total = total + term.to(wide)
-    return total.to(dtype)
-
-
-def as_summed(tensor: Tensor) -> Tensor:
-    """The same memory with the dtype that torch is asked to add."""
-    return tensor.view(PARTS.get(tensor.dtype, tensor.dtype))
-
-
-def with_one_nan(arena: Arena) -> Tensor:
-    """The arena's bytes, where every NaN has the same bits."""
-    memory = arena.bytes.clone()
-    for tensor in map(as_summed, arena.tensors(memory)):
-        if tensor.is_floating_point():
-            tensor[tensor.isnan()] = float("nan")
-    return memory
 
 
 @pytest.mark.parametrize("dtype", others_long(SUMMED, SHORT), ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -159,10 +67,7 @@ def test_sums_have_the_bits_of_torch_and_nothing_else_is_written(
     for arena in slots:
         fill(arena.bytes, PARTS.get(dtype, dtype), kind, random)
     out = slots[0] if in_place else Arena(numels, dtypes, random, aligned)
-    expected = Arena(numels, dtypes, random, aligned)
-    expected.places, expected.bytes = out.places, out.bytes.clone()
-    for target, *terms in zip(expected.tensors(), *(arena.tensors() for arena in slots), strict=True):
-        as_summed(target).copy_(sum_by_torch([as_summed(term) for term in terms]))
+    expected = after_sums(slots, out)
     unchanged = [arena.bytes.clone() for arena in slots if arena is not out]
     kernels.run(*executing(out, slots, dtype, max_blocks), **launch)
     assert torch.equal(with_one_nan(out), with_one_nan(expected))

@@ -1,0 +1,123 @@
+"""Random memory for the kernels to copy and sum, and what they have to leave there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dataparallel.comm.kernels import SUM_KERNELS
+from dataparallel.comm.tables import Place, Table, TableRow
+
+SUMMED = [*dict.fromkeys(dtype for dtype, _ in SUM_KERNELS)]
+COPIED = [*SUMMED, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
+HALVES = [torch.float16, torch.bfloat16]
+
+PARTS = {torch.complex128: torch.float64, torch.complex64: torch.float32}
+"""The dtype of a complex number's real and imaginary part."""
+
+
+# One of each kind of numbers, and the one that is rounded.
+SHORT = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
+
+
+class Arena:
+    """Memory of random bytes: tensors lie in it with random gaps, and any write between them is seen."""
+
+    def __init__(self, numels: list[int], dtypes: list[torch.dtype], random: torch.Generator, aligned: bool) -> None:
+        self.places: list[tuple[int, int, torch.dtype]] = []
+        end = 0
+        gaps = torch.randint(1, 40, (len(numels),), generator=random).tolist()
+        for numel, dtype, gap in zip(numels, dtypes, gaps, strict=True):
+            step = 16 if aligned else dtype.itemsize
+            start = -(-(end + gap) // step) * step
+            self.places.append((start, numel, dtype))
+            end = start + numel * dtype.itemsize
+        self.bytes = torch.randint(0, 256, (-(-end // 16) * 16 + 64,), dtype=torch.uint8, generator=random)
+
+    def tensors(self, memory: Tensor | None = None) -> list[Tensor]:
+        memory = self.bytes if memory is None else memory
+        return [memory[start : start + numel * d.itemsize].view(d) for start, numel, d in self.places]
+
+
+def table_of(target: Arena, terms: Sequence[Arena], dtype: torch.dtype) -> Table:
+    """Adds the tensors of ``terms``, or copies them from one. The table's tensors are the target, then the terms."""
+    return [
+        TableRow(places[0], tuple(places[1:]), tensor.nbytes // dtype.itemsize)
+        for tensor, *starts in zip(target.tensors(), *(arena.places for arena in (target, *terms)), strict=True)
+        for places in [[Place(at, start // dtype.itemsize) for at, (start, _, _) in enumerate(starts)]]
+    ]
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[list[int], torch.Generator]:
+    """The numbers of elements of 1 to 200 tensors, and where all else that is random comes from."""
+    random = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    count = draw(st.one_of(st.integers(1, 8), st.integers(1, 200)))
+    largest = draw(st.sampled_from([1, 5, 40, 300, 2_000 if count > 20 else 30_000]))
+    # Small ones are as frequent as large ones.
+    exponents = torch.rand(count, generator=random)
+    return [int((largest + 1) ** exponent - 1 + 1e-6) for exponent in exponents.tolist()], random
+
+
+def fill(memory: Tensor, dtype: torch.dtype, kind: str, random: torch.Generator) -> None:
+    """Values worth adding; ``bits`` leaves random ones, which have NaNs, infinities and exponents far apart."""
+    if kind == "bits" or not dtype.is_floating_point:
+        return
+    info, values = torch.finfo(dtype), memory.view(dtype)
+    if kind == "ordinary":
+        values.copy_(torch.randn(values.shape, generator=random))
+    elif kind == "subnormal":
+        scale = 8 * info.smallest_normal
+        values.copy_(torch.randn(values.shape, generator=random, dtype=torch.float64) * scale)
+    else:
+        top, low, small = info.max, info.smallest_normal, info.smallest_normal * info.eps
+        edges = [0.0, -0.0, top, -top, top / 2, -top / 2, low, -low, small, -small, 1.0, 1 + info.eps, info.eps / 2]
+        edges += [float("inf"), -float("inf"), float("nan"), top * info.eps / 4, -top * info.eps / 4]
+        values.copy_(
+            torch.tensor(edges, dtype=torch.float64)[torch.randint(0, len(edges), values.shape, generator=random)]
+        )
+
+
+def sum_by_torch(terms: list[Tensor]) -> Tensor:
+    """In slot order; halves in float32, rounded once."""
+    dtype = terms[0].dtype
+    wide = torch.float32 if dtype in HALVES else dtype
+    total = terms[0].to(wide)
+    for term in terms[1:]:
+        total = total + term.to(wide)
+    return total.to(dtype)
+
+
+def as_summed(tensor: Tensor) -> Tensor:
+    """The same memory with the dtype that torch is asked to add."""
+    return tensor.view(PARTS.get(tensor.dtype, tensor.dtype))
+
+
+def with_one_nan(arena: Arena) -> Tensor:
+    """The arena's bytes, where every NaN has the same bits."""
+    memory = arena.bytes.clone()
+    for tensor in map(as_summed, arena.tensors(memory)):
+        if tensor.is_floating_point():
+            tensor[tensor.isnan()] = float("nan")
+    return memory
+
+
+def after_copies(source: Arena, target: Arena) -> Tensor:
+    """The bytes of the target after its tensors have been copied from the source."""
+    expected = target.bytes.clone()
+    for copied, original in zip(target.tensors(expected), source.tensors(), strict=True):
+        copied.view(torch.uint8).copy_(original.view(torch.uint8))
+    return expected
+
+
+def after_sums(slots: Sequence[Arena], target: Arena) -> Arena:
+    """The target as it is after its tensors have become the sums over the slots."""
+    expected = copy(target)
+    expected.bytes = target.bytes.clone()
+    for total, *terms in zip(expected.tensors(), *(arena.tensors() for arena in slots), strict=True):
+        as_summed(total).copy_(sum_by_torch([as_summed(term) for term in terms]))
+    return expected
