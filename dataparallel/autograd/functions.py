@@ -20,8 +20,8 @@ from dataparallel import _torch, comm
 from dataparallel.autograd.node import Node, forward_streams_set, note_forward_streams, run_first
 from dataparallel.autograd.pass_of_backward import running_pass
 from dataparallel.comm import settings
-from dataparallel.comm.buckets import Planned
-from dataparallel.comm.kinds import alias
+from dataparallel.comm.buckets import Planned, has_strides, is_dense
+from dataparallel.comm.kinds import alias, same_kind
 from dataparallel.comm.streams.current import run_apart, streams_set
 from dataparallel.comm.transport import Later
 from dataparallel.devices import DeviceLike, resolve_each
@@ -152,21 +152,29 @@ def _broadcast_to_slots(ctx: Any, tensors: list[Tensor | None]) -> list[Sequence
         return comm.broadcast_coalesced(tensors, ctx.slots, _ONE_BUFFER)  # type: ignore[arg-type, return-value]
 
 
-def own_chunks(chunks: Sequence[Tensor], slots: Sequence[torch.device], source: torch.device) -> tuple[Tensor, ...]:
-    """Returns the chunks of the first ``slots``. Those that stay on the ``source`` are new tensors on the same memory.
+def own_chunks(chunks: Sequence[Tensor], slots: Sequence[torch.device], whole: Tensor) -> tuple[Tensor, ...]:
+    """Returns the chunks of ``whole`` for the first ``slots``. Those that stay on its device are tensors on its memory.
 
-    They were views, and autograd forbids in-place changes of views that a function returns.
+    They were views, and autograd forbids in-place changes of views that a function returns. If a chunk would have holes
+    and ``whole`` has none, it gets memory of its own, as on other devices: cuDNN refuses states with holes.
     """
-    return tuple(
-        alias(part, k) if slot == source else part for k, (part, slot) in enumerate(zip(chunks, slots, strict=False))
-    )
+    may_copy = has_strides(whole) and is_dense(whole.shape, whole.stride())
+    own = []
+    for k, (part, slot) in enumerate(zip(chunks, slots, strict=False)):
+        if slot != whole.device:
+            own.append(part)
+        elif may_copy and not is_dense(part.shape, part.stride()):
+            own.append(same_kind(Tensor.clone(part), part))
+        else:
+            own.append(alias(part, k))
+    return tuple(own)
 
 
 class Scatter(Node):
     """``Scatter.apply(devices, chunk_sizes, dim, tensor)``: consecutive chunks, one for each slot.
 
-    ``chunk_sizes=None`` makes near-equal chunks. A chunk on the tensor's device shares its memory. Backward gathers,
-    with zeros for a slot without a gradient, unless no slot has one.
+    ``chunk_sizes=None`` makes near-equal chunks. A chunk on the tensor's device shares its memory, unless it would have
+    holes that the tensor has not. Backward gathers, with zeros for a slot without a gradient, unless no slot has one.
     """
 
     @staticmethod
@@ -201,7 +209,7 @@ class Scatter(Node):
     ) -> tuple[Tensor, ...]:
         """`apply` where no graph is recorded: a node takes longer than the copies of a small tensor."""
         chunks = comm.scatter(tensor, devices, chunk_sizes, dim)
-        return own_chunks(chunks, [chunk.device for chunk in chunks], tensor.device)
+        return own_chunks(chunks, [chunk.device for chunk in chunks], tensor)
 
 
 class Gather(Node):

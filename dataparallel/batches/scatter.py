@@ -344,13 +344,13 @@ class _Splitter:
             can_be_packed = tensor.device != CPU and travels_flat(tensor) and not is_whole(tensor)
             if can_be_packed and tensor.nbytes <= SMALL_BYTES and not _has_graph(tensor):
                 by_device[tensor.device].append(tensor)
-        for device, together in by_device.items():
+        for together in by_device.values():
             if len(together) > 1:
                 assert self.sizes is not None
                 transport = transport_to_scatter(together[0], self.slots)
                 chunks = transport.scatter_coalesced(together, self.slots, self.sizes, self.dim)
                 for tensor, of_tensor in zip(together, chunks, strict=True):
-                    self.chunks[id(tensor)] = tensor, own_chunks(of_tensor, self.slots, device)
+                    self.chunks[id(tensor)] = tensor, own_chunks(of_tensor, self.slots, tensor)
 
     def split_tensor(self, tensor: Tensor) -> Sequence[Tensor]:
         if len(self.slots) == 1 and tensor.device == self.slots[0]:

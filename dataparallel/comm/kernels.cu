@@ -212,9 +212,15 @@ struct Float16 : SixteenBits {
 struct BFloat16 : SixteenBits {
   static __device__ Sum widen(Stored stored) { return bits_as<float>((unsigned int)stored << 16); }
   static __device__ Result narrow(Sum sum) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    Result rounded;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(rounded) : "f"(sum));
+    return rounded;
+#else
     const unsigned int bits = bits_as<unsigned int>(sum);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;  // rounding could turn a NaN into infinity
     return Result((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+#endif
   }
 };
 
@@ -229,51 +235,78 @@ struct NotRounded : Kind {
 
 // Sums the elements from begin to end, a whole number of vectors: row 0 becomes ((row 1 + row 2) + row 3) + ..., rounded
 // once. Row 0 may be the memory of another row: a thread reads an element of every row before it writes the result. The
-// terms of up to kAtOnce rows, most often all, are loaded before the first is added: peers answer at the same time.
-template <typename Kind, int size>
+// terms of up to kRows rows, most often all, and of kWords vectors are loaded before the first is added: memory answers
+// at the same time.
+template <typename Kind, int size, int kRows, int kWords>
 __device__ void sum_vectors(const Table& table, Int64 tensor, Int64 begin, Int64 end) {
   typedef Vector<typename Kind::Stored, size> Word;
   typedef typename BitsOf<sizeof(typename Kind::Result) * size < kVectorBytes ? sizeof(typename Kind::Result) * size
                                                                                : kVectorBytes>::Type Bits;
-  constexpr int kAtOnce = 8;
   constexpr int kStores = int(sizeof(typename Kind::Result)) * size / int(sizeof(Bits));
   const Int64 words = (end - begin) / size;
   const Int64 offset = begin * Int64(sizeof(typename Kind::Stored));
   Bits* results = reinterpret_cast<Bits*>(table.pointer(0, tensor) + begin * Int64(sizeof(typename Kind::Result)));
-  for (Int64 word = threadIdx.x; word < words; word += blockDim.x) {
-    typename Kind::Sum sums[size] = {};
-    bool has_term = false;
-    for (Int64 row = 1; row < table.rows; row += kAtOnce) {
-      Word held[kAtOnce] = {};
-      bool is_there[kAtOnce] = {};
+  const Int64 step = blockDim.x;
+  const Word* terms[kRows] = {};
+  for (Int64 first = threadIdx.x; first < words; first += kWords * step) {
+    typename Kind::Sum sums[kWords][size];
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const char* terms = row + k < table.rows ? table.pointer(row + k, tensor) : nullptr;
-        is_there[k] = terms != nullptr;
-        if (terms) held[k] = reinterpret_cast<const Word*>(terms + offset)[word];
+    for (int w = 0; w < kWords; ++w) {
+#pragma unroll
+      for (int i = 0; i < size; ++i) sums[w][i] = typename Kind::Sum(-0.0);  // 0 + -0 would lose the sign
+    }
+    bool has_term = false;
+    for (Int64 row = 1; row < table.rows; row += kRows) {
+      // The pointers of rows that all fit are read once, not again after each store.
+      if (first == threadIdx.x || table.rows > kRows + 1) {
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) {
+          const char* start = row + k < table.rows ? table.pointer(row + k, tensor) : nullptr;
+          terms[k] = start ? reinterpret_cast<const Word*>(start + offset) : nullptr;
+        }
+      }
+      Word held[kRows][kWords] = {};
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          if (terms[k] && first + w * step < words) held[k][w] = terms[k][first + w * step];
+        }
       }
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        if (!is_there[k]) continue;
+      for (int k = 0; k < kRows; ++k) {
+        if (!terms[k]) continue;
 #pragma unroll
-        for (int i = 0; i < size; ++i) {
-          const typename Kind::Sum term = Kind::widen(held[k].values[i]);
-          sums[i] = has_term ? add(sums[i], term) : term;  // 0 + -0 would lose the sign
+        for (int w = 0; w < kWords; ++w) {
+#pragma unroll
+          for (int i = 0; i < size; ++i) sums[w][i] = add(sums[w][i], Kind::widen(held[k][w].values[i]));
         }
         has_term = true;
       }
     }
     if (!has_term) continue;
-    // The union makes the vector one store, or two. Otherwise elements below 32 bits would be stored one by one.
-    union {
-      typename Kind::Result values[size];
-      Bits bits[kStores];
-    } rounded;
 #pragma unroll
-    for (int i = 0; i < size; ++i) rounded.values[i] = Kind::narrow(sums[i]);
+    for (int w = 0; w < kWords; ++w) {
+      if (first + w * step >= words) continue;
+      // The union makes the vector one store, or two. Otherwise elements below 32 bits would be stored one by one.
+      union {
+        typename Kind::Result values[size];
+        Bits bits[kStores];
+      } rounded;
 #pragma unroll
-    for (int k = 0; k < kStores; ++k) results[word * kStores + k] = rounded.bits[k];
+      for (int i = 0; i < size; ++i) rounded.values[i] = Kind::narrow(sums[w][i]);
+#pragma unroll
+      for (int k = 0; k < kStores; ++k) results[(first + w * step) * kStores + k] = rounded.bits[k];
+    }
   }
+}
+
+// With few rows a thread loads several vectors of each, so that as many loads are in flight as with eight.
+template <typename Kind, int size>
+__device__ void sum_all(const Table& table, Int64 tensor, Int64 begin, Int64 end) {
+  if (table.rows <= 3) sum_vectors<Kind, size, 2, 4>(table, tensor, begin, end);
+  else if (table.rows <= 5) sum_vectors<Kind, size, 4, 2>(table, tensor, begin, end);
+  else sum_vectors<Kind, size, 8, 1>(table, tensor, begin, end);
 }
 
 template <typename Kind>
@@ -282,9 +315,9 @@ __device__ void sum_chunk(const Table& table, Int64 tensor, Int64 begin, Int64 e
   Int64 whole = begin;
   if (table.address_bits(tensor) % kVectorBytes == 0) {
     whole = end - (end - begin) % kElements;
-    sum_vectors<Kind, kElements>(table, tensor, begin, whole);
+    sum_all<Kind, kElements>(table, tensor, begin, whole);
   }
-  sum_vectors<Kind, 1>(table, tensor, whole, end);
+  sum_all<Kind, 1>(table, tensor, whole, end);
 }
 
 }  // namespace

@@ -2,8 +2,7 @@
 
 A kernel runs on one device and reads and writes the memory of its peers. `DeviceTable` executes a table of
 ``comm.tables``, for ``fully_shard``. The transport carries the flat buffers of whole models if a user asks for it
-(``transport="cupy"``). No GPU has run this code: the kernels run on the CPU, compiled for it, and by the stand-in for
-CUDA.
+(``transport="cupy"``). One GPU has run the kernels; that they read peers has been seen by the stand-in for CUDA only.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import importlib.util
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, combinations, permutations
+from operator import add
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from dataparallel._torch import current_stream_at
 from dataparallel.comm.buckets import travels_flat
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.comm.streams.held import hold_for_peers
@@ -168,21 +169,21 @@ class DeviceTable:
             rows = self._packed.table
             torch.get_device_module(self.device.type).launch_rows(self._packed.kernel, rows, tensors, shifts)
             return
-        addresses = [
-            0 if tensor is None else tensor.data_ptr() + shift * tensor.itemsize
-            for tensor, shift in zip(tensors, shifts or [0] * len(tensors), strict=True)
-        ]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        if shifts is not None:
+            steps = zip(tensors, shifts, strict=True)
+            moved = [0 if tensor is None else shift * tensor.itemsize for tensor, shift in steps]
+            addresses = [*map(add, addresses, moved)]
         import cupy
         import numpy
 
         kernel, table, *numbers, blocks = self._packed
-        # A structured scalar is passed by value. Address 0 is 0.
-        by_value = numpy.zeros(1, dtype=[("at", numpy.int64, ADDRESSES)])
-        by_value["at"][0, 1 : 1 + len(addresses)] = addresses
-        # CuPy passes integers, and so the pointer, as 64 bits.
-        arguments = (table.data_ptr(), *numbers, by_value[0])
+        by_value = numpy.zeros(ADDRESSES, numpy.int64)
+        by_value[1 : 1 + len(addresses)] = addresses  # address 0 is 0
+        # CuPy passes a structured scalar by value, and integers, and so the pointer, as 64 bits.
+        arguments = (table.data_ptr(), *numbers, by_value.view(_by_value())[0])
         # CuPy's ``ExternalStream`` is deprecated from CuPy 14 on, and CuPy 13 has no other class for it.
-        stream = SimpleNamespace(ptr=torch.cuda.current_stream(self.device).cuda_stream)
+        stream = SimpleNamespace(ptr=current_stream_at(self.device.index).native_handle)
         with cupy.cuda.Device(self.device.index):
             _function(kernel, self.device.index)((blocks,), (THREADS,), arguments, stream=stream)
 
@@ -203,6 +204,14 @@ def make_reachable(devices: Sequence[torch.device]) -> None:
 def _copy(source: torch.device, target: torch.device) -> None:
     sent = torch.empty(1, dtype=torch.uint8, device=source)
     hold_for_peers([torch.empty_like(sent, device=target).copy_(sent)], [sent])
+
+
+@functools.cache
+def _by_value() -> Any:
+    """NumPy's dtype for the addresses of a launch."""
+    import numpy
+
+    return numpy.dtype([("at", numpy.int64, ADDRESSES)])
 
 
 @functools.cache

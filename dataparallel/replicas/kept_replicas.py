@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from dataparallel import _torch
 from dataparallel.comm.streams.arrivals import arrivals_for
 from dataparallel.comm.streams.current import current_streams
+from dataparallel.comm.streams.held import let_go_of_passed
 from dataparallel.forks import in_forked_child
 from dataparallel.replicas.build import collector_paused
 from dataparallel.replicas.compiled.calls import CompileArgument
@@ -169,6 +171,7 @@ class KeptReplicas:
         self._frozen_blocks = 0  # how many are open
         self._clear()
         _all.add(self)
+        weakref.finalize(self, let_go_of_passed).atexit = False  # no call may come that would ask again
 
     def __reduce__(self) -> tuple[type[KeptReplicas], tuple[Any, ...]]:
         return KeptReplicas, (copy.copy(self._tensors), self._compile, self._as_torch, copy.copy(self.graphs))

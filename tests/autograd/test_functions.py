@@ -181,6 +181,21 @@ def test_a_batch_changed_between_forward_and_backward_is_noticed(slots: list, ro
         loss.backward()
 
 
+def test_chunks_have_holes_only_if_the_batch_has_some(slots: list, root: torch.device) -> None:
+    """On each slot, also where a chunk need not move. cuDNN refuses the state of an LSTM that has holes."""
+    state = torch.arange(36.0, dtype=torch.float64, device=root).view(2, 6, 3)
+    for dim, batch in ((1, state), (0, state.transpose(0, 1))):
+        for apply in (Scatter.apply, Scatter.unrecorded):
+            for chunk in apply(slots, None, dim, batch):
+                assert (chunk if dim else chunk.transpose(0, 1)).is_contiguous()
+        recorded = batch.detach().requires_grad_()
+        sum(chunk.to(root).square().sum() for chunk in Scatter.apply(slots, None, dim, recorded)).backward()
+        torch.testing.assert_close(recorded.grad, 2 * batch)
+    every_other = state[:, :, ::2]
+    first, *_ = Scatter.apply(slots, None, 1, every_other)
+    assert first.untyped_storage().data_ptr() == state.untyped_storage().data_ptr(), "one device has no copy either"
+
+
 # Errors and the shape of the graph
 
 

@@ -64,6 +64,7 @@ purposes that wait for each other anyway:
 
 _kept: dict[tuple[torch.device, int], torch.Stream] = {}
 _for_captures: list[torch.Stream] = []
+_idle: list[torch.Stream] = []  # those of `_for_captures` that nobody captures on
 _making = threading.Lock()
 
 _TORCH_HAS = 32
@@ -97,10 +98,15 @@ def _another(device: torch.device) -> torch.Stream:
 def new_capture_stream(device: torch.device) -> torch.Stream | None:
     """A stream to capture on, for the caller alone until `drop_capture_stream`; ``None`` if the device has no more.
 
-    What a stream gets while it captures becomes a part of a graph. And torch frees the workspaces of a capture stream
-    when a graph dies that was captured on it.
+    What a stream gets while it captures becomes a part of a graph. And torch may free the workspaces of a capture
+    stream when a graph dies that was captured on it. An idle stream comes first: on a new one cuBLAS would take another
+    workspace, of 32 MiB on large GPUs, and torch would sooner hand out a stream of the user's again.
     """
     with _making:
+        for stream in reversed(_idle):
+            if stream.device == device:
+                _idle.remove(stream)
+                return stream
         stream = _another(device)
         if stream in _for_captures or stream in _kept.values():
             return None
@@ -109,8 +115,8 @@ def new_capture_stream(device: torch.device) -> torch.Stream | None:
 
 
 def drop_capture_stream(stream: torch.Stream) -> None:
-    """Lets others have the stream. It takes no lock, because a finalizer may call it at any time."""
-    _for_captures.remove(stream)
+    """Lets other captures have the stream. It takes no lock, because a finalizer may call it at any time."""
+    _idle.append(stream)
 
 
 def current_streams(devices: Iterable[torch.device]) -> dict[torch.device, torch.Stream]:

@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +34,26 @@ def hold(memory: Sequence[Tensor], event: Event) -> bool:
     if not memory or memory[0].device.type != "cuda":
         return False
     alias = [*map(Tensor.detach, memory)]  # without a graph, which would be held too
-    passed = []  # is let go of at the end, after the lock is released
     with _lock:
         held = _held[memory[0].device]
         held.append((event, alias))
-        while held and held[0][0].has_passed():  # the oldest first, so that few are asked
-            passed.append(held.popleft())
+        passed = _take_passed(held)
+    del passed  # after the lock is released
     return True
+
+
+def _take_passed(held: deque[tuple[Event, Sequence[Tensor]]]) -> list[Any]:
+    passed = []
+    while held and held[0][0].has_passed():  # the oldest first, so that few are asked
+        passed.append(held.popleft())
+    return passed
+
+
+def let_go_of_passed() -> None:
+    """Lets go of what has been held long enough. Otherwise it stays until `hold` is called for the device again."""
+    with _lock:
+        passed = [_take_passed(held) for held in _held.values()]
+    del passed
 
 
 def hold_for_peers(memory: Sequence[Tensor], others: Sequence[Tensor]) -> None:

@@ -90,8 +90,8 @@ class Pool:
     @contextmanager
     def captures(self, graphs: list[Any]) -> Iterator[None]:
         """What the block launches on the current stream is captured into ``graphs``, and does not run."""
-        self.begin(graphs)
         try:
+            self.begin(graphs)  # torch has given the pool to a capture also if this fails
             yield
         except BaseException:
             with suppress(RuntimeError):  # it says that the capture has failed

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dataparallel.comm.streams.held import let_go_of_passed
 from dataparallel.devices import CPU
 from dataparallel.testing.machine_check.checks import Check, CheckedMachine, CheckFailed, NotHere, Seen
 from dataparallel.testing.machine_check.forms import FORMS, InChunks, compare, gradients_of
@@ -110,6 +111,7 @@ def _why_no_limit(machine: CheckedMachine) -> str:
 def _allocated(machine: CheckedMachine) -> dict[torch.device, int]:
     machine.synchronize()
     gc.collect()
+    let_go_of_passed()
     return {device: torch.accelerator.memory_allocated(device) for device in machine.devices if device != CPU}
 
 

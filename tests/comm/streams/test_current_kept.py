@@ -34,3 +34,16 @@ def test_there_are_eight_for_all_purposes_and_steps_make_no_others(
             check_clocks()
     for device in slots:
         assert sum(1 for where, _ in current._kept if where == device) <= 8
+
+
+@pytest.mark.devices("cuda")
+def test_a_capture_takes_a_stream_that_another_one_has_left(root: torch.device) -> None:
+    """A new one would cost cuBLAS's workspace, and torch would sooner hand out a stream of the user's again."""
+    first, second = (current.new_capture_stream(root) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first != second
+    current.drop_capture_stream(first)
+    assert current.new_capture_stream(root) == first
+    for stream in (first, second):
+        current.drop_capture_stream(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from collections.abc import Callable
@@ -48,6 +49,16 @@ class TestMemory:
         events[0].passed = events[1].passed = True
         hold(self.tensor(root), Event())
         assert torch.accelerator.memory_allocated(root) == before + 2 * self.NBYTES
+
+    def test_what_has_passed_goes_with_a_model(self, form: Callable, slots: list, root: torch.device) -> None:
+        model = form(torch.nn.Linear(4, 4).to(root), slots)
+        gc.collect()
+        event, before = Event(), torch.accelerator.memory_allocated(root)
+        hold(self.tensor(root), event)
+        event.passed = True
+        del model
+        gc.collect()
+        assert torch.accelerator.memory_allocated(root) < before
 
     def test_no_graph_is_held_with_it(self, root: torch.device) -> None:
         x = torch.ones(4, device=root, requires_grad=True)

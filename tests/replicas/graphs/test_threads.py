@@ -17,7 +17,6 @@ from graphed_models import FORMS, Row, SmoothLayer, made
 from graphed_nets import SETTLE, graphed, reasons
 from nogpu import cuda
 from sharded_steps import Model
-from spare_streams import spare_stream
 
 pytestmark = [
     pytest.mark.devices("cuda"),
@@ -38,8 +37,8 @@ class Others:
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        # Not the one that captures, which torch hands out again after 32 others.
-        streams = {slot: spare_stream(slot) for slot in self.slots}
+        # Of another priority than those that capture: torch has 32 streams of each, and hands out the same ones again.
+        streams = {slot: torch.cuda.Stream(slot, priority=-1) for slot in self.slots}
         while not self._stopped.is_set():
             for slot, stream in streams.items():
                 with torch.cuda.device(slot), torch.cuda.stream(stream):

@@ -57,8 +57,8 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 OF_COLUMNS_REFUSED = {"a vector", "a vector and back", "more dimensions", "a slice of a vector"}
 
 
-def values() -> Tensor:
-    return torch.arange(28.0, dtype=torch.float64).view(7, 4)
+def values(device: torch.device | str = "cpu") -> Tensor:
+    return torch.arange(28.0, dtype=torch.float64, device=device).view(7, 4)
 
 
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
@@ -69,16 +69,16 @@ def test_what_is_written_to_them_is_in_the_whole(slots: list, view: str, placeme
             VIEWS[view](sharded(values(), slots, placement))
         return
     for name, write in WRITES.items():
-        whole, divided = values(), sharded(values(), slots, placement)
+        whole, divided = values(slots[0]), sharded(values(), slots, placement)  # draws are those of the first owner
         seen, ours = VIEWS[view](whole), VIEWS[view](divided)
         assert type(ours) is ShardedTensor
         assert (ours.shape, ours.stride(), ours.storage_offset()) == (seen.shape, seen.stride(), seen.storage_offset())
         write(seen)
         write(ours)
-        assert torch.equal(full(divided), whole), name
-        assert torch.equal(full(ours), seen), name
-        assert torch.equal(ours.full_tensor("cpu"), seen), name
-        torch.testing.assert_close(ours.sum().cpu(), seen.sum())
+        assert torch.equal(full(divided), whole.cpu()), name
+        assert torch.equal(full(ours), seen.cpu()), name
+        assert torch.equal(ours.full_tensor("cpu"), seen.cpu()), name
+        torch.testing.assert_close(ours.sum().cpu(), seen.sum().cpu())
 
 
 @pytest.mark.slots(4)
@@ -90,13 +90,13 @@ def test_they_are_those_of_all_machines(slots: list, placement: Any, machines: i
             if name == "an element" or (placement == Shard(1) and name in OF_COLUMNS_REFUSED):
                 continue
             for write in (WRITES["fill_"], WRITES["copy_ what was computed from it"], WRITES["normal_"]):
-                whole, divided = values(), sharded(values(), owners_of(slots, over), placement)
+                whole, divided = values(slots[0]), sharded(values(), owners_of(slots, over), placement)
                 seen, ours = view(whole), view(divided)
                 write(seen)
                 write(ours)
-                assert torch.equal(full(divided), whole), name
-                assert torch.equal(ours.full_tensor("cpu"), seen), name
-                torch.testing.assert_close(ours.norm().cpu(), seen.norm())
+                assert torch.equal(full(divided), whole.cpu()), name
+                assert torch.equal(ours.full_tensor("cpu"), seen.cpu()), name
+                torch.testing.assert_close(ours.norm().cpu(), seen.norm().cpu())
 
     on_fake_machines(write_to_all, machines)
 
