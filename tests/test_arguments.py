@@ -127,7 +127,7 @@ def test_also_where_there_are_no_devices(
 ) -> None:
     monkeypatch.setattr("dataparallel.devices.accelerator_type", lambda: None)
     before = seen_of(net)
-    for option in ("output_device", "dim", "chunk_sizes", "workers", "serial", "compile", "graphs", "scalars", "pad"):
+    for option in (*CallOptions.assignable, "compile", "graphs"):
         for value in WRONG[option]:
             with pytest.raises((TypeError, ValueError)) as caught:
                 FORMS[form](net, **{option: value})

@@ -132,7 +132,7 @@ def run_on_slots(maker: ReplicaMaker, method: Method, inputs: tuple[Any, ...], k
                             serial=options.serial,
                             permits=options.permits,
                             method=method.name,
-                            machines=peers,
+                            peer_call=peers,
                         )
                     else:
                         outputs = run(replicas, chunks, keywords)

@@ -217,8 +217,9 @@ class CallOptions:
 
     def __init__(self, slots: Sequence[DeviceLike], given: Mapping[str, Any]) -> None:
         vars(self).update(slots=slots, permits=Permits(), checks=PerformanceChecks())
-        for name in self.taken & given.keys():
-            vars(self).update(self._checked(name, given[name]))
+        for name in given:
+            if name in self.taken:
+                vars(self).update(self._checked(name, given[name]))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.assignable:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from dataparallel.threads.meetings import Meeting, is_wake_up
 from dataparallel.threads.permits import Permits, cores
 from dataparallel.threads.pool import Outcome, Skipped
 from dataparallel.threads.settings import CallerState
+
+if TYPE_CHECKING:
+    from dataparallel.machines.peer_rounds import PeerCall
 
 CALL = "__call__"
 
@@ -107,21 +110,21 @@ def run_replicas(
     serial: bool | None = None,
     permits: Permits | None = None,
     method: str = CALL,
-    machines: Any = None,
+    peer_call: PeerCall | None = None,
 ) -> list[Any]:
     """`parallel_apply` for the forms.
 
     Args:
         permits: says how many replicas run at the same time, unless ``workers`` says so or only one can.
         method: the name of the method that is called; `CALL` is the module itself, with its hooks.
-        machines: the ``machines.peer_rounds.PeerCall`` of a form that spans machines: replicas meet through it.
+        peer_call: of a form that spans machines: replicas meet through it.
     """
     calls: list[Callable[[], Any]] = [
         partial(_callable_of(module, method), *args, **kwargs)
         for module, args, kwargs in zip(modules, arguments, keywords, strict=True)
     ]
-    meeting = Meeting(slots, machines, is_serial(serial))
-    if len(calls) > 1 or machines is not None:  # otherwise the only replica meets no other
+    meeting = Meeting(slots, peer_call, is_serial(serial))
+    if len(calls) > 1 or peer_call is not None:  # otherwise the only replica meets no other
         calls = [partial(meeting.run_replica, slot, call) for slot, call in enumerate(calls)]
     calls = [*in_ranges(calls, slots)]
     state = CallerState(slots)
@@ -132,20 +135,20 @@ def run_replicas(
         meeting.scheduler = SerialTasks(tasks, worker_tasks, slots)
         outcomes = meeting.scheduler.run_tasks()
     else:
-        call, has_compiled = None, isinstance(modules[0], nn.Module) and HAS_COMPILED in vars(modules[0])
-        # Code is compiled for a number of intra-op threads, so for compiled code it does not depend on the permits.
-        divisor = workers if workers is not None and has_compiled else at_once
-        if permits is not None and workers is None:
-            # Calls of one kind take about the same way through the code.
-            modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _torch.is_any_autocast_enabled()
-            kind = method, _size_of(arguments[0], keywords[0]) if has_compiled else None, modes
-            training = getattr(modules[0], "training", None)
-            call = permits.begin_call(kind, training, at_once, current_streams(slots), has_compiled)
-            divisor = min(cores(), permits.largest if has_compiled else at_once)
-        number, stall_timeout = (at_once, None) if call is None else (call.number, call.stall_timeout)
+        kind = _kind_of_call(modules[0], arguments[0], keywords[0], method)
         turns = compile_lock.turns
-        meeting.scheduler = gang = Gang(worker_tasks, number, groups, stall_timeout, slots)
-        with state.intra_op_threads_divided(divisor):
+        call, running_at_once, thread_divisor = None, at_once, at_once
+        if workers is not None and kind.has_compiled:
+            # Code is compiled for a number of intra-op threads, so for compiled code it does not depend on the permits.
+            thread_divisor = workers
+        elif workers is None and permits is not None:
+            training = getattr(modules[0], "training", None)
+            call = permits.begin_call(kind, training, at_once, current_streams(slots), kind.has_compiled)
+            running_at_once = call.number
+            thread_divisor = min(cores(), permits.largest if kind.has_compiled else at_once)
+        stall_timeout = None if call is None else call.stall_timeout
+        meeting.scheduler = gang = Gang(worker_tasks, running_at_once, groups, stall_timeout, slots)
+        with state.intra_op_threads_divided(thread_divisor):
             outcomes = gang.run_tasks()
         # A call in which somebody compiled takes longer than the next one will.
         is_usual = compile_lock.turns == turns and not compile_lock.is_taken
@@ -154,6 +157,24 @@ def run_replicas(
     if any(outcome.error is not None for outcome in outcomes):
         raise _first_error(outcomes, slots, modules)
     return [outcome.value for outcome in outcomes]
+
+
+class _Kind(NamedTuple):
+    """Calls of one kind take about the same way through the code."""
+
+    method: str
+    size: Hashable  # of the arguments, for compiled code
+    has_compiled: bool
+    is_recorded: bool
+    is_inference: bool
+    has_autocast: bool
+
+
+def _kind_of_call(module: Any, args: Sequence[Any], kwargs: dict[str, Any], method: str) -> _Kind:
+    has_compiled = isinstance(module, nn.Module) and HAS_COMPILED in vars(module)
+    size = _size_of(args, kwargs) if has_compiled else None
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _torch.is_any_autocast_enabled()
+    return _Kind(method, size, has_compiled, *modes)
 
 
 def is_serial(serial: bool | None) -> bool:
@@ -168,8 +189,8 @@ def _callable_of(module: Any, method: str) -> Callable[..., Any]:
 
     An overridden ``__call__`` runs around ``forward`` where the user calls, and must not run again in the replica.
     """
-    has_compiled = method == "forward" and UNIT_MODULE not in vars(module)
-    compiled = module._compiled_call_impl if has_compiled else None
+    calls_forward = method == "forward" and UNIT_MODULE not in vars(module)
+    compiled = module._compiled_call_impl if calls_forward else None
     called: Callable[..., Any] = module if method == CALL else compiled or getattr(module, method)
     return called
 

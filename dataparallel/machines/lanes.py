@@ -212,7 +212,8 @@ class Lane:
         """Issues items until one has to wait. Returns true if nobody wakes the thread when the lane can go on."""
         with issuer.changed:
             steps = self._steps = self._steps or self._issue_all(self.items)
-        for polls in steps:  # to the next pause
+        polls = next(steps, None)  # goes on to the next pause
+        if polls is not None:
             return polls
         with issuer.changed:
             if self._steps is steps:
@@ -386,14 +387,20 @@ class Lane:
         elif is_of_network(error):
             error = self.state.error_of(result, error)
         else:
-            if not isinstance(error, Exception):  # would end the thread that waits
-                other = RuntimeError(f"{type(error).__name__}: {error}")
-                other.__cause__, error = error, other
-            for each in results:
+            if not isinstance(error, Exception):
+                error = _as_exception(error)
+            for each in results:  # before `leave`, which fails all that is queued with an error of its own
                 each.fail(error)
             self.state.leave(result.epoch, error, result.what)
         for each in results:
             each.fail(error)
+
+
+def _as_exception(error: BaseException) -> RuntimeError:
+    """An error that does not end the thread that waits, as ``SystemExit`` would."""
+    other = RuntimeError(f"{type(error).__name__}: {error}")
+    other.__cause__ = error
+    return other
 
 
 def _on(issue: Callable[[Transfer, Link], Transfer], given: Transfer | Result, link: Link) -> Transfer:

@@ -44,6 +44,10 @@ _MAY_WAIT_BYTES = 2**20
 class BackwardPass:
     """One backward. If it fails, gradients that wait are dropped and every unit is freed.
 
+    It runs while one of its `tasks` runs: several, if several threads call backward, and each of them may return before
+    the last one. It is over when the last task has ended or one has failed. Then it takes no more gradients, and after
+    the sums it has finished.
+
     No slot may run far ahead of the others, because its gradients would pile up until the slowest slot has delivered
     too (`wait_for_others`).
 
@@ -64,7 +68,7 @@ class BackwardPass:
     ) -> None:
         self._tree = tree
         self.epoch = None if tree.gathers is None else tree.gathers.machines.epoch
-        self._has_returned = self.has_finished = self.reaches_units = False
+        self._a_backward_has_returned = self.has_finished = self.reaches_units = False
         self.sums = SumsOfPass(len(slots), computing, summed, over_machines=over_machines)
         self.include(slots)
         self.is_recorded = False
@@ -124,7 +128,7 @@ class BackwardPass:
                 return
             self.sums.note_callers()
             if self.tasks and not has_failed:
-                self._has_returned = True
+                self._a_backward_has_returned = True
                 self.sums.publish()
                 self._tree.note_backward_returned()
                 return
@@ -139,15 +143,19 @@ class BackwardPass:
             raise
         finally:
             if has_failed:
-                with streams_set(self.sums.computing):
-                    for unit in self._tree.units:
-                        unit.gradients.end_pass(None)
-                    self.sums.drop_all()
-                if self._has_returned:
-                    for unit in self._tree.units:
-                        unit.gradients.note_lost(self.sums.computing)
-                self.has_finished = True
+                self._drop()
             self._tree.note_pass_end(self, has_failed)
+
+    def _drop(self) -> None:
+        """Drops the gradients of a pass that has failed."""
+        with streams_set(self.sums.computing):
+            for unit in self._tree.units:
+                unit.gradients.end_pass(None)
+            self.sums.drop_all()
+        if self._a_backward_has_returned:
+            for unit in self._tree.units:
+                unit.gradients.note_lost(self.sums.computing)
+        self.has_finished = True
 
     def _finish(self) -> None:
         for unit in self._tree.units:

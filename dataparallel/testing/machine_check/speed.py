@@ -9,18 +9,18 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dataparallel import comm
 from dataparallel.comm.kernels import DeviceTable
 from dataparallel.comm.settings import TRANSPORTS
-from dataparallel.comm.tables import Place, TableRow
+from dataparallel.comm.tables import Place, Table, TableRow
 from dataparallel.devices import CPU
 from dataparallel.testing.machine_check.checks import Check, CheckedMachine, NotHere, Seen
 from dataparallel.testing.machine_check.forms import FORMS, OPTIONS
@@ -30,6 +30,7 @@ from dataparallel.testing.machine_check.transfers import need_kernels
 
 _BYTES = 64 * 2**20
 _LEAST, _MOST = 5, 50  # times that make a median
+_WARM_UP = {False: 3, True: 6}  # on GPUs replicas are captured in the first five steps
 _SHARE = 0.25  # of the time that is left, for one model or transport
 
 
@@ -94,37 +95,36 @@ def rates_of_kernels(machine: CheckedMachine) -> Seen:
     """Bytes read and written per second by one launch on the first device, from the last one, beside torch's copy."""
     _needs_gpus(machine)
     need_kernels(machine)
-    root, last = machine.root, machine.devices[-1]
-    numel, small = 4 * _BYTES // 4, 1000
-    one, other = torch.rand(numel, device=last), torch.rand(numel, device=root)
-    target = torch.zeros(numel, device=root)
-    first, second, third = (Place(at, 0) for at in range(3))
-    copies = DeviceTable([TableRow(third, (first,), numel)], root, torch.float32)
-    sums = DeviceTable([TableRow(third, (first, second), numel)], root, torch.float32)
-    many = [TableRow(Place(2, 2048 * at), (Place(0, 2048 * at),), 1024) for at in range(small)]  # 4 KiB, with gaps
-    many_copies = DeviceTable(many, root, torch.float32)
-    ours, theirs = ([each[2048 * at : 2048 * at + 1024] for at in range(small)] for each in (one, target))
-
-    def flatten_copy_unflatten() -> None:
-        flat = torch.cat(ours).to(root)
-        torch._foreach_copy_(theirs, [*flat.split(1024)])
-
-    tensors, in_bytes = [one, other, target], numel * one.itemsize
-    rates = {
-        "torch's copy": 2 * in_bytes / _on_device(lambda: target.copy_(one), root),
-        "copy": 2 * in_bytes / _on_device(lambda: copies.launch(tensors), root),
-        "sum of two": 3 * in_bytes / _on_device(lambda: sums.launch(tensors), root),
-    }
-    torch_seconds, seconds = (
-        _on_device(run, root) for run in (flatten_copy_unflatten, lambda: many_copies.launch(tensors))
-    )
-    found = {name: rate / 1e9 for name, rate in rates.items()} | {"flatten, copy, unflatten": torch_seconds / seconds}
-    shown = ", ".join(f"{name} {found[name]:.0f}" for name in rates)
+    root, last, terms = machine.root, machine.devices[-1], 8
+    sources = [torch.rand(2 * _BYTES // 4, device=last) for _ in range(terms)]
+    target = torch.zeros_like(sources[0], device=root)
+    found = {"torch's copy": 2 * target.nbytes / _on_device(lambda: target.copy_(sources[0]), root) / 1e9}
+    for name, dtype, count in (
+        ("copy", torch.float32, 1), ("sum of 2", torch.float32, 2), ("sum of 8", torch.float32, terms),
+        ("sum of 8 in bfloat16", torch.bfloat16, terms),
+    ):  # fmt: skip
+        rows: Table = [TableRow(Place(0, 0), tuple(Place(1 + k, 0) for k in range(count)), target.view(dtype).numel())]
+        launch = partial(DeviceTable(rows, root, dtype).launch, [each.view(dtype) for each in (target, *sources)])
+        found[name] = (1 + count) * target.nbytes / _on_device(launch, root) / 1e9
+    ratio = found["flatten, copy, unflatten"] = _small_tensors(sources[0], target)
+    shown = ", ".join(f"{name} {rate:.0f}" for name, rate in list(found.items())[:-1])
     return Seen(
-        f"GB/s: {shown}; 1,000 tensors of 4 KiB in one launch {torch_seconds / seconds:.1f} times as fast as by "
-        "torch's flatten, copy, unflatten",
+        f"GB/s: {shown}; 1,000 tensors of 4 KiB in one launch {ratio:.1f} times as fast as by torch's flatten, copy, "
+        "unflatten",
         found,
     )
+
+
+def _small_tensors(source: Tensor, target: Tensor, count: int = 1000, numel: int = 1024) -> float:
+    """How many times as fast one launch copies many small tensors with gaps between as torch by a flat buffer."""
+    rows = [TableRow(Place(1, 2 * numel * at), (Place(0, 2 * numel * at),), numel) for at in range(count)]
+    ours, theirs = ([*each[: 2 * numel * count].view(count, 2, numel)[:, 0].unbind()] for each in (source, target))
+
+    def flatten_copy_unflatten() -> None:
+        torch._foreach_copy_(theirs, [*torch.cat(ours).to(target.device).split(numel)])
+
+    launch = partial(DeviceTable(rows, target.device, source.dtype).launch, [source, target])
+    return _on_device(flatten_copy_unflatten, target.device) / _on_device(launch, target.device)
 
 
 def _on_device(run: Callable[[], object], device: torch.device) -> float:
@@ -147,11 +147,14 @@ def steps(model: TrainedModel, machine: CheckedMachine) -> Seen:
     """Training steps of one model: of one device with its part of the batch, and of all devices in each way."""
     if not machine.has_gpus and model is not LAUNCH_BOUND:
         raise NotHere("these are no GPUs, and it would take too long")
-    ways: Mapping[str, Callable[[nn.Module], Any]] = {
+    ways: dict[str, Callable[..., Any]] = {
         "one device": lambda module: module,
+        "its parts in turn": partial(_in_turn, machine),
         "torch.nn.DataParallel": _by_torch(machine),
         **{name: partial(form, slots=machine.slots, **OPTIONS[name]) for name, form in FORMS.items()},
     }
+    if machine.has_gpus:
+        ways |= {f"{name}, graphs": partial(ways[name], graphs=True) for name in FORMS}
     seconds = _SHARE * machine.seconds_left() / len(ways)
     found: dict[str, Any] = {}
     for name, make in ways.items():
@@ -159,7 +162,7 @@ def steps(model: TrainedModel, machine: CheckedMachine) -> Seen:
             module, is_alone = model.model(machine.root), name == "one device"
             batch = model.batch(1 if is_alone else len(machine.slots), machine.root if is_alone else CPU)
             run = training_step(module, make(module), *batch)
-            found[name] = median_and_interval(times_of(run, machine, seconds))
+            found[name] = median_and_interval(times_of(run, machine, seconds, _WARM_UP[machine.has_gpus]))
         except torch.OutOfMemoryError as error:
             found[name] = f"out of memory: {error}"
         except NotHere as reason:
@@ -179,6 +182,18 @@ def steps(model: TrainedModel, machine: CheckedMachine) -> Seen:
         for name, value in found.items()
     ]
     return Seen("ms of a step, one device with its part of the batch: " + ", ".join(shown), found)
+
+
+def _in_turn(machine: CheckedMachine, module: nn.Module) -> Callable[..., Tensor]:
+    """What slots on one device do, without the library."""
+    if len(machine.devices) > 1:
+        raise NotHere("for several slots on one device")
+
+    def call(*batch: Tensor) -> Tensor:
+        parts = zip(*(each.chunk(len(machine.slots)) for each in batch), strict=True)
+        return torch.cat([module(*(each.to(machine.root) for each in part)) for part in parts])
+
+    return call
 
 
 def _by_torch(machine: CheckedMachine) -> Callable[[nn.Module], Any]:
