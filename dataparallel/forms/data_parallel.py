@@ -97,7 +97,8 @@ def own_options(wrapper: Any) -> WrapperOptions:
         own = WrapperOptions(wrapper.device_ids, completed(FormOptions, {}, "", bucket_cap_mb=BUCKET_CAP_MB))
         own.keep_replicas(None, wrapper._dataparallel_as_torch)
         own = vars(wrapper).setdefault("_dataparallel", own)  # several threads may call at once
-    vars(own).update(slots=wrapper.device_ids, output_device=wrapper.output_device, dim=wrapper.dim)
+    state = vars(own)  # item by item: the compiler of torch 2.11 cannot trace an update
+    state["slots"], state["output_device"], state["dim"] = wrapper.device_ids, wrapper.output_device, wrapper.dim
     return own
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -107,7 +108,8 @@ class Trace:
             self.behind = time.perf_counter() - begin if devices else 0.0
         finally:
             was_running = _torch.is_profiler_enabled()
-            self.profile.__exit__(None, None, None)
+            with nullcontext() if was_running else suppress(RuntimeError):  # torch 2.11 raises where none runs
+                self.profile.__exit__(None, None, None)
         if not was_running:
             raise RuntimeError(
                 "a profile of torch that began inside of this block has ended the trace, because torch allows one at a "
@@ -145,13 +147,14 @@ def what_to_try(rows: list[Row], seconds: float, behind: float) -> list[str]:
     """Sentences for a block that took so many ``seconds``, and devices that went on ``behind`` it."""
     shares = {row.stage: row.host / seconds for row in rows if row.replica is None}
     replicas = [row for row in rows if row.stage == "forward" and row.replica is not None]
-    times = {row.replica or 0: row.host if row.device is None else row.device for row in replicas}
+    times = {row.replica or 0: max(row.host, row.device or 0.0) for row in replicas}  # the host may be what is slow
     all_times, host = sum(times.values()), sum([row.host for row in replicas])
+    on_devices = sum([row.host if row.device is None else row.device for row in replicas])
     largest = max(shares, key=lambda stage: shares[stage]) if len(shares) > 1 else "none"
     found = [_TO_TRY.get(largest, "see the profile")]
     # Between two events there are gaps, so only kernels tell for how long a device has computed.
     has_kernels = any(row.device is not None for row in rows if row.stage != "forward")
-    if has_kernels and all_times < 0.5 * host:
+    if has_kernels and on_devices < 0.5 * host:
         found.append("launch less: DataParallel(model, compile=True), graphs=True, or larger chunks")
     slowest = max(times, key=lambda slot: times[slot], default=0)
     if all_times and shares["forward"] > 0.2 and (uneven := len(times) * times[slowest] / all_times) > 1.5:
