@@ -47,6 +47,7 @@ class InOneLaunch final : public c10::OperatorKernel {
     const auto count = plan_.arguments;
     const c10::ArrayRef<c10::IValue> arguments(stack->data() + (stack->size() - count), count);
     if (OneDevice().holds(arguments)) {
+      note_writes(arguments);
       run_on_cpu(plan_, stack, op.operator_name());
     } else {
       // No kernels are registered for PrivateUse2, so torch's default runs: a loop over the tensors.
@@ -55,6 +56,17 @@ class InOneLaunch final : public c10::OperatorKernel {
   }
 
  private:
+  // No kernel of autograd's does it for lists. A loop does it for each tensor, and so do torch's fused kernels.
+  void note_writes(c10::ArrayRef<c10::IValue> arguments) const {
+    for (const auto& place : plan_.places) {
+      if (place.says_it_writes && arguments[place.index].isTensorList()) {
+        for (const at::Tensor& tensor : arguments[place.index].toTensorVector()) {
+          tensor.unsafeGetTensorImpl()->bump_version();
+        }
+      }
+    }
+  }
+
   const OperatorPlan plan_;
 };
 

@@ -210,6 +210,14 @@ def test_dropout_in_one_kernel(device):
     torch.testing.assert_close(torch._masked_scale(x, mask, 4.0), kept)
 
 
+@pytest.mark.parametrize("write", [torch._foreach_copy_, torch._foreach_mul_], ids=["copy", "multiply"])
+def test_a_write_to_a_list_is_seen_by_autograd(device, write):
+    """No kernel of autograd's counts it, so the kernel itself does."""
+    written, read = ([torch.ones(3, device=device) for _ in range(2)] for _ in range(2))
+    write(written, read)
+    assert [tensor._version for tensor in written + read] == [1, 1, 0, 0]
+
+
 # ---- layouts and libraries
 
 
