@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dataparallel.arguments import checked
 from dataparallel.call.options import ScalarRule, scalar_rule
-from dataparallel.devices import DeviceLike, resolve_slots
+from dataparallel.devices import CPU, DeviceLike, resolve_slots
 from dataparallel.forms.data_parallel import DataParallel, own_options
 from dataparallel.forms.fully_shard import fully_shard
 from dataparallel.forms.fully_sharded_module import FullyShardedModule
@@ -52,7 +52,8 @@ class OnSlots(_Trainer):
 
     Raises:
         ValueError: ``form`` is another string; the model has a form, and others than its ``devices``, ``form`` or
-            ``scalars`` are given; devices or ``scalars`` are wrong as for `DataParallel`.
+            ``scalars`` are given; devices or ``scalars`` are wrong as for `DataParallel`; CPU slots, and arguments that
+            put the trainer on an accelerator.
     """
 
     def __init__(
@@ -89,6 +90,11 @@ class OnSlots(_Trainer):
         self._n_gpu = 1  # trainers of other libraries refuse more while they are made
         super().__init__(model, *args, **kwargs)
         if self._slots:
+            if self._slots[0] == CPU != self.args.device:
+                raise ValueError(
+                    f"devices={[*map(str, self._slots)]} are CPU slots, and the arguments put the trainer on "
+                    f"{self.args.device}: pass TrainingArguments(use_cpu=True)"
+                )
             self._n_gpu = self.args._n_gpu = len(self._slots)
             self._train_batch_size = self.args.train_batch_size
             self._put_on_slots(self.model)

@@ -109,11 +109,11 @@ def _of_chunks(items: Tensor, sizes: Sequence[int]) -> Tensor:
 _WORDS = "CausalLM|ConditionalGeneration|MaskedLM|TokenClassification|SpeechToText|TextToText|EncoderDecoder|MT|LMHead"
 _CLASSES = "(?:Sequence|Image|Video|Audio)Classification|MultipleChoice|NextSentencePrediction"
 _HEADS = re.compile(
-    f"(?:For)?({_WORDS}|{_CLASSES}|QuestionAnswering|SemanticSegmentation|AudioFrameClassification)(?:Model)?$"
+    f"(?:For)?({_WORDS}|{_CLASSES}|QuestionAnswering|SemanticSegmentation|AudioFrameClassification|CTC)(?:Model)?$"
 )
 
 # A forward that names none of these computes its loss elsewhere.
-_LOSSES = {"CrossEntropyLoss", "mlm_loss_fct", "binary_cross_entropy_with_logits"}
+_LOSSES = {"CrossEntropyLoss", "mlm_loss_fct", "binary_cross_entropy_with_logits", "ctc_loss"}
 _OTHER_MASKS = {"active_loss", "bbox_first_token_mask", "shift_labels"}  # variables of forwards that drop more items
 _MORE_TERMS = ("output_router_logits", "z_loss_coefficient")  # settings that add to a loss what has other items
 

@@ -117,7 +117,7 @@ def test_sharded_they_are_trained_and_a_whole_model_saves_and_merges_them(kind, 
     with model.disable_adapter():
         torch.testing.assert_close(logits(model, ids), logits(gpt2().to(root), ids), **EXACT)
 
-    with pytest.raises(NotImplementedError, match=r"does not work on sharded tensors.*full_tensor\(\)"):
+    with pytest.raises((NotImplementedError, TypeError), match=r"does not work on sharded tensors.*full_tensor\(\)"):
         model.save_pretrained(tmp_path)
     whole.load_state_dict(state)
     whole.save_pretrained(tmp_path)

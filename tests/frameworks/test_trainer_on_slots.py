@@ -255,6 +255,11 @@ class TestModels:
         with pytest.raises(ValueError, match="has a form and slots already"):
             trainer_for(model, tmp_path, **{**settings, "scalars": "mean"})
 
+    @pytest.mark.devices("cuda")
+    def test_cpu_slots_need_arguments_for_the_cpu(self, tmp_path):
+        with pytest.raises(ValueError, match=r"are CPU slots, .* on cuda:0: pass TrainingArguments\(use_cpu=True\)"):
+            trainer_for(gpt2(), tmp_path, ["cpu"] * 2)
+
     def test_a_form_has_one_of_three_names(self, slots, tmp_path):
         with pytest.raises(ValueError, match="form='dp': expected 'replicate', 'DataParallel', 'fully_shard'"):
             trainer_for(gpt2(), tmp_path, slots, "dp")
