@@ -9,7 +9,8 @@ kind, `--sim-devices` the number of simulated devices, and `--arrangement` the d
 `slots` (a list of three slots, or one run for each number in its marker `slots(2, 8)`), for `root` (the device of the
 first slot) or for `make_slots` (a function from a number to slots, for tests that draw the number). With
 `slots(2, long=[8])`, the run with eight is one of the long tests. A test marked `devices("sim", "stand-in")` runs on
-these kinds only: those that have clocks. With `--no-skips`, a run fails if any test is skipped.
+these kinds only: those that have clocks. One marked `apart(2)` needs two devices, for slots that do not share one.
+With `--no-skips`, a run fails if any test is skipped.
 """
 
 import gc
@@ -71,6 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slots(*counts, long=[]): once per number of slots, with --all those of long")
+    config.addinivalue_line("markers", f"apart(count={DEFAULT_SLOTS}): skipped where fewer accelerators are, see apart")
     config.addinivalue_line("markers", "counts_memory: a stand-in's events have passed when the library asks")
     config.addinivalue_line("markers", "ahead(...): what the test's own process is to do, see processes.Ahead")
     kind = config.getoption("--devices")
@@ -108,6 +110,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"for --devices={kinds}"))
         elif marker is not None and marker.args == ("sim",) and config.getoption("--sim-devices") < SIMULATED:
             item.add_marker(pytest.mark.skip(reason=f"for {SIMULATED} simulated devices"))
+        elif (too_few := why_not_apart(item, config)) is not None:
+            item.add_marker(pytest.mark.skip(reason=too_few))
+
+
+def why_not_apart(item: pytest.Item, config: pytest.Config) -> str | None:
+    """Why a test marked `apart` cannot run: there are too few devices for slots that do not share one."""
+    marker = item.get_closest_marker("apart")
+    if marker is None or config.getoption("--devices") == "cpu":
+        return None
+    needed, there = next(iter(marker.args), DEFAULT_SLOTS), torch.accelerator.device_count()
+    return f"its slots need {needed} devices, and here is {there}" if there < needed else None
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

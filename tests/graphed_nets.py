@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +65,20 @@ def step(network: Any, x: Tensor) -> Tensor:
     return loss.detach()
 
 
+def warm_up(network: Any, x: Tensor, slots: Sequence[torch.device]) -> None:
+    """Calls the network without a graph until the next call launches what was captured on every slot.
+
+    A replica is captured in a thread that it has run in. Slots on one device share its threads, so that takes longer.
+    """
+    for _ in range(WARM_UP):
+        network(x)
+    for _ in range(0 if len({*slots}) == len(slots) else 50):
+        before = captured(network)
+        network(x)
+        if captured(network) - before >= len(graphed(network)):
+            break
+
+
 def graphs_of(network: Any) -> Any:
     """The captured graphs of a module by one of the forms."""
     if isinstance(network, DataParallel):
@@ -83,6 +99,19 @@ def graphed(network: Any) -> list[GraphedReplica]:
 def captured(network: Any) -> int:
     """The launches of captures, on all slots."""
     return sum(replica.launches for replica in graphed(network))
+
+
+@contextmanager
+def replays() -> Iterator[list[torch.cuda.CUDAGraph]]:
+    """The CUDA graphs that are launched inside, by any thread."""
+    launched, replay = list[torch.cuda.CUDAGraph](), torch.cuda.CUDAGraph.replay
+
+    def noted(graph: torch.cuda.CUDAGraph) -> None:
+        launched.append(graph)
+        replay(graph)
+
+    with patch.object(torch.cuda.CUDAGraph, "replay", noted):
+        yield launched
 
 
 def reasons(network: Any) -> set[str]:

@@ -155,7 +155,7 @@ def _devices(settings: Settings) -> list[torch.device]:
     if settings.kind == "cpu":
         return [torch.device("cpu")] * settings.slots
     if settings.kind == "cuda":
-        return [torch.device("cuda", index) for index in range(settings.slots)]
+        return [torch.device("cuda", slot % torch.cuda.device_count()) for slot in range(settings.slots)]
     from nogpu.simulated import simulate
 
     return simulate(settings.slots)

@@ -81,6 +81,7 @@ def test_on_cpu_slots_constants_are_shared(adds, form, slots, root):
 
 
 @pytest.mark.devices("sim", "cuda")
+@pytest.mark.apart(2)
 @pytest.mark.parametrize("adds", BOUND, ids=lambda kind: kind.__name__)
 def test_constants_on_a_device_are_refused_by_name(adds, form, slots, root):
     model = nn.Sequential(exported(adds, root), nn.Tanh())

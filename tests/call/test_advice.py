@@ -51,6 +51,7 @@ def coming(text: str) -> Any:
 
 
 class TestChunksOfOneSample:
+    @pytest.mark.apart
     @pytest.mark.parametrize("samples", [2, 3])
     def test_a_first_training_batch_with_no_more_samples_than_slots(
         self, form: Form, net: nn.Module, slots: list, samples: int
@@ -84,6 +85,7 @@ class TestChunksOfOneSample:
 
 
 class TestInputsOnAnAccelerator:
+    @pytest.mark.apart
     def test_large_ones(self, form: Form, net: nn.Module, slots: list, root: torch.device) -> None:
         with coming(rf"inputs of 12 MiB are on {root}, .* Leave out .to\('{root}'\)") as caught:
             form(net, slots)(large(device=root))
@@ -98,6 +100,7 @@ class TestInputsOnAnAccelerator:
 
 
 class TestMemoryThatIsNotPinned:
+    @pytest.mark.apart
     def test_large_inputs(self, form: Form, net: nn.Module, slots: list) -> None:
         with coming(r"inputs of 12 MiB .* not pinned, .* pin_memory=True") as caught:
             form(net, slots)(large())
@@ -127,6 +130,7 @@ class TestFirstDeviceThatHoldsMost:
         for _ in range(advice.CALLS):
             model(small(12)).sum().backward()
 
+    @pytest.mark.apart
     def test_it_is_nearly_full(self, form: Form, net: nn.Module, slots: list, root: torch.device) -> None:
         model = form(net, slots)
         state = torch.empty(36 * 2**20, dtype=torch.uint8, device=root)
@@ -159,6 +163,7 @@ class TestAllOfThem:
                 model(batch)
         return sum(each.category is PerformanceWarning for each in caught)
 
+    @pytest.mark.apart
     def test_they_come(self, net: nn.Module, slots: list, batches: list[Tensor]) -> None:
         assert self.run(DataParallel(net, slots), batches) == 3
 

@@ -44,6 +44,7 @@ class Masked(nn.Module):
 
 
 @pytest.mark.devices("sim", "cuda")
+@pytest.mark.apart(2)
 @pytest.mark.parametrize("kept_in", [lambda t: t, lambda t: [t], lambda t: {"all": t}], ids=["", "list", "dict"])
 def test_a_tensor_in_an_attribute_is_named(kept_in: Any, form: Form, slots: list, root: torch.device) -> None:
     model = form(nn.Sequential(nn.Linear(4, 4), Masked(root, kept_in)).to(root), slots)
@@ -62,6 +63,7 @@ class Global(nn.Module):
 
 
 @pytest.mark.devices("sim", "cuda")
+@pytest.mark.apart(2)
 def test_a_tensor_from_elsewhere_is_told_apart(slots: list, root: torch.device, form: Form) -> None:
     MASK[:] = [torch.ones(4, device=root)]
     model = form(nn.Sequential(nn.Linear(4, 4), Global()).to(root), slots)

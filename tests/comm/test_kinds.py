@@ -61,6 +61,7 @@ def test_a_wrapper_is_cut_and_joined_by_its_own_rules(slots: list, root: torch.d
 
 
 @pytest.mark.devices("sim", "cuda")
+@pytest.mark.apart(2)
 def test_a_wrapper_that_does_not_stay_one_is_refused_by_name(slots: list, root: torch.device) -> None:
     original = Forgetful.of(values(root))
     with pytest.raises(TypeError, match=r"a Forgetful consists of other tensors.* made a Tensor.*_to_copy"):

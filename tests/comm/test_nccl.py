@@ -19,6 +19,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(3)
+@pytest.mark.apart
 def test_a_bucket_is_one_call(slots: list, root: torch.device, library: Library) -> None:
     tensors = [torch.randn(5, device=root), torch.randn(2, 3, device=root)]
     sent = Nccl(sums=False).broadcast_coalesced(tensors, slots, 2**20, own=False)
@@ -31,6 +32,7 @@ def test_a_bucket_is_one_call(slots: list, root: torch.device, library: Library)
 
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(3)
+@pytest.mark.apart
 @pytest.mark.parametrize("sums", [False, True])
 def test_sums_are_its_own_only_where_their_order_does_not_matter(sums: bool, slots: list, library: Library) -> None:
     inputs = [[torch.full((4,), float(k + 1), device=slot)] for k, slot in enumerate(slots)]

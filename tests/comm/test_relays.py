@@ -93,6 +93,7 @@ def ring(access: Callable, slots: list, monkeypatch: pytest.MonkeyPatch) -> list
 
 @on_devices
 @pytest.mark.slots(4)
+@pytest.mark.apart(4)
 def test_only_where_a_part_of_the_pairs_are_peers(access: Callable, slots: list) -> None:
     devices, large = [torch.device(slot) for slot in slots], [torch.empty(2**20)]
     everyone = {*permutations([device.index for device in devices], 2)}

@@ -139,6 +139,7 @@ def test_slots_on_one_device_train_too(name: str, slots: list, taken_for_cuda: L
 
 @pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(3)
+@pytest.mark.apart
 def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
     def garbage(source: Tensor, target: Tensor) -> None:
         target.fill_(0)
@@ -165,6 +166,7 @@ def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypa
 
 @pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(3)
+@pytest.mark.apart
 def test_a_whole_step_takes_the_route_of_its_forward(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums run in threads of the engine, which do not have the caller's context."""
     taken: list[tuple[str, bool]] = []

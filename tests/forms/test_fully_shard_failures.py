@@ -207,6 +207,7 @@ def test_gradients_that_wait_on_the_slots_outlive_a_failed_backward(layer, slots
 
 @pytest.mark.devices("sim", "cuda")
 @pytest.mark.slots(2)
+@pytest.mark.apart(2)
 @pytest.mark.parametrize("what", ["a step", "a backward"])
 def test_a_backward_beside_one_that_has_failed_is_refused(what, slots):
     """The first one's error is there while a thread is in a node of it, and the second one returns before it leaves."""

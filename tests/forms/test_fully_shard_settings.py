@@ -92,6 +92,7 @@ class TestPostOptimEvent:
             for optimizer in optimizers:
                 optimizer.zero_grad()
 
+    @pytest.mark.apart(2)
     def test_they_wait_for_nothing_else(self, slots):
         """Work that the computing streams were given before the call does not hold up copies, but for the event.
 

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+import torch
 
 from dataparallel.integrations import torch_wrapper
 from dataparallel.integrations.programs import main
@@ -108,7 +109,7 @@ def test_a_program_with_a_profile_of_its_own_keeps_it(script, capsys, counts):
 
 VISIBLE = """
 import os
-os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = "{last}"
 import torch
 from torch import nn
 model = nn.DataParallel(nn.Linear(3, 2).cuda())
@@ -121,7 +122,7 @@ print(torch.cuda.device_count(), model.device_ids)
 @pytest.mark.slots(2)
 @pytest.mark.parametrize("options", [[], ["--report"]])
 def test_a_program_chooses_the_gpus_that_it_sees(slots, tmp_path, options):
-    (tmp_path / "visible.py").write_text(VISIBLE)
+    (tmp_path / "visible.py").write_text(VISIBLE.format(last=torch.cuda.device_count() - 1))
     command = f"from dataparallel.integrations import programs; programs.main({[*options, 'visible.py']!r})"
     assert run_script(f"import os; os.chdir({str(tmp_path)!r}); {command}").splitlines()[0] == "1 [0]"
 

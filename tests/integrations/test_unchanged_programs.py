@@ -88,7 +88,9 @@ WHOLE = ("detection", "functions_by_hand", "synchronised_norm")
 @pytest.mark.devices("cuda")
 @pytest.mark.slots(2)
 @pytest.mark.filterwarnings("ignore:as torch.nn.DataParallel does")
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.apart(2) if name == "detection" else ()) for name in WHOLE]
+)
 def test_whole_programs_print_what_they_print_with_torch(slots, printed, name):
     ours, theirs = printed("ours", name), printed("torch", name)
     number = re.compile(r"-?\d+\.\d+")

@@ -263,6 +263,7 @@ class TestRecomputation:
 
 
 @pytest.mark.devices("sim", "stand-in")
+@pytest.mark.apart
 def test_a_layer_sends_two_vectors_and_a_count_up_and_two_down_once_in_forward_and_once_in_backward(slots):
     """That is what it sends beyond BatchNorm of each chunk. In backward the count has no gradient but travels too."""
     batch = batch_of(6).to(slots[0]).requires_grad_()

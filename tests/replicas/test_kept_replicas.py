@@ -157,6 +157,7 @@ def test_calls_from_several_threads(net, wrapped, root, without_graph) -> None:
 
 
 @pytest.mark.devices("sim", "cuda")
+@pytest.mark.apart(4)
 def test_other_devices(wrapped, call) -> None:
     seen = []
     DOES.append(lambda replica: seen.append(replica.shift.device.index))

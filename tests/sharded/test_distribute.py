@@ -104,6 +104,7 @@ def test_views_of_conjugates_are_resolved(slots: list, root: torch.device) -> No
 
 
 @pytest.mark.devices("sim", "stand-in")
+@pytest.mark.apart
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
 def test_accelerators_exchange_as_the_library_is_told(placement: object, slots: list) -> None:
     """Through the host, where copies between two accelerators are broken."""

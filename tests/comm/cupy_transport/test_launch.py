@@ -118,6 +118,7 @@ def test_a_copy_that_fails_is_made_again(copied: list[tuple[int, int]], monkeypa
 
 
 @pytest.mark.devices("sim", "stand-in")
+@pytest.mark.apart(2)
 def test_what_is_copied_is_one_byte_from_device_to_device(slots: list) -> None:
     with counted() as counts:
         launching._copy(slots[0], slots[1])

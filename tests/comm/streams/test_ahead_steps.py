@@ -17,7 +17,7 @@ from dataparallel.comm.streams.current import streams_set
 from dataparallel.composable import replicate
 from spare_streams import spare_stream
 
-pytestmark = pytest.mark.devices("sim", "stand-in")
+pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.apart(8)]
 
 both_forms = pytest.mark.parametrize("form", ["DataParallel", "replicate"])
 host_memory = pytest.mark.parametrize("pin_memory", [False, True], ids=["pageable", "pinned"])

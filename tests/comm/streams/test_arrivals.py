@@ -26,7 +26,11 @@ from late_parameters import (
     trained,
 )
 
-pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("no_compiler")]
+pytestmark = [
+    pytest.mark.devices("sim", "stand-in"),
+    pytest.mark.apart(),
+    pytest.mark.usefixtures("no_compiler"),
+]
 
 
 @pytest.fixture(params=[*ARRANGEMENTS])

@@ -18,7 +18,11 @@ from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.replicas.build import ParameterRegistry
 from nogpu.pytest import settle
 
-pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("no_compiler")]
+pytestmark = [
+    pytest.mark.devices("sim", "stand-in"),
+    pytest.mark.apart(),
+    pytest.mark.usefixtures("no_compiler"),
+]
 
 WIDTH = 8
 

@@ -18,7 +18,11 @@ from dataparallel import DataParallel
 from dataparallel.comm.streams.current import streams_set
 from late_parameters import ARRANGEMENTS, WIDTH, Net, arranged, other_stream, samples, silently, steps
 
-pytestmark = [pytest.mark.devices("sim", "stand-in"), pytest.mark.usefixtures("no_compiler")]
+pytestmark = [
+    pytest.mark.devices("sim", "stand-in"),
+    pytest.mark.apart(),
+    pytest.mark.usefixtures("no_compiler"),
+]
 
 
 @pytest.fixture(params=[*ARRANGEMENTS])

@@ -86,7 +86,10 @@ def test_a_runtime_error_in_a_capture_lets_the_replica_run_as_it_is(form: str, s
     found = training.steps(0, 2 * STEPS), values(training.source)
     assert not IN_CAPTURE
     torch.testing.assert_close(found, expected(form, slots), rtol=1e-9, atol=1e-9)
-    assert [replica.captures for replica in graphed(training.network)] == [1] * (len(slots) - 1) + [0]
+    captures = [replica.captures for replica in graphed(training.network)]
+    if len({*slots}) < len(slots):  # the first capture on their device has failed, in whichever slot
+        captures.sort(reverse=True)
+    assert captures == [1] * (len(slots) - 1) + [0]
     (reason,) = reasons(training.network)
     assert reason.startswith("on purpose (")
     assert "test_errors.py:" in reason

@@ -15,10 +15,23 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel import peers
-from dataparallel.replicas.graphs.calls import MOST_TRIES, WARM_UP
+from dataparallel.replicas.graphs.calls import MOST_TRIES
 from each_form import Form, by_wrapper, frozen, graphing_forms, replicated, sharded_children
-from graphed_nets import SETTLE, WIDTH, Block, Net, build, captured, graphed, graphs_of, inputs, reasons, step
-from nogpu import cuda
+from graphed_nets import (
+    SETTLE,
+    WIDTH,
+    Block,
+    Net,
+    build,
+    captured,
+    graphed,
+    graphs_of,
+    inputs,
+    reasons,
+    replays,
+    step,
+    warm_up,
+)
 
 pytestmark = graphing_forms
 
@@ -33,12 +46,11 @@ def test_inference_is_one_launch_for_each_replica(mode: Any, form: Form, slots: 
     x = inputs(root)
     with mode():
         expected = network(x).clone()
-        for _ in range(WARM_UP):
-            network(x)
-        with cuda.counted() as counts:
+        warm_up(network, x, slots)
+        with replays() as launched:
             found = network(x)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    assert counts.calls["cudaGraphLaunch"] == len(slots)
+    assert len(launched) == len(slots)
 
 
 @on_cuda
@@ -66,16 +78,14 @@ def test_frozen_replicas_are_captured_too(form: Form, slots: list, root: torch.d
     with torch.no_grad():
         expected = network(x).clone()
         with frozen(network):
-            for _ in range(WARM_UP + 1):
-                network(x)
-            with cuda.counted() as counts:
+            warm_up(network, x, slots)
+            with replays() as launched:
                 found = network(x)
-            assert captured(network) > 0
-            with cuda.counted() as counts_of_another, ThreadPoolExecutor(1) as another_thread:
+            with replays() as launched_by_another, ThreadPoolExecutor(1) as another_thread:
                 there = another_thread.submit(torch.no_grad()(network), x).result()
-    for output, counted in [(found, counts), (there, counts_of_another)]:
+    for output, graphs in [(found, launched), (there, launched_by_another)]:
         torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-9)
-        assert counted.calls["cudaGraphLaunch"] == len(slots)
+        assert len(graphs) == len(slots)
 
 
 class Reads(Block):

@@ -432,6 +432,7 @@ class TestWhatAForwardReads:
 
 
 class TestMemory:
+    @pytest.mark.counts_memory
     def test_changes_of_an_attribute_do_not_grow_it(self, form: Form, slots: list, root: torch.device) -> None:
         module = build(root)
         network, reserved = form(module, slots, graphs=True), []
@@ -523,6 +524,7 @@ class TestStreams:
 
 class TestNumberOfCaptures:
     def test_is_bounded_for_each_kind_alone(self, form: Form, slots: list, root: torch.device) -> None:
+        slots = [*dict.fromkeys(slots)]  # a device has 32 streams, which are too few for the captures of three slots
         network = form(build(root), slots, graphs=True)
         for samples in range(2, MOST_CAPTURES + 4):
             for _ in range(SETTLE):
