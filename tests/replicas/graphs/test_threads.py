@@ -138,5 +138,6 @@ def test_two_threads_call_one_model_at_once(form: str, slots: list) -> None:
         if not isinstance(error, threading.BrokenBarrierError):
             raise error
     assert not errors
-    assert len(launched) >= ROUNDS * 3 * len(slots)
+    in_each = 3 if len({*slots}) == len(slots) else 2  # slots on one device share threads, and each thread warms up
+    assert len(launched) >= ROUNDS * in_each * len(slots)
     assert not reasons(network)
