@@ -79,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if kind == "cuda" and not torch.cuda.is_available():
         problem = f"torch {torch.__version__} sees no CUDA device on this machine"
         raise pytest.UsageError(f"--devices=cuda: {problem}, and {why_not_here() or 'its driver is at fault'}")
-    if kind == "cuda" and is_stand_in():
+    if kind == "cuda":
         make_library_streams(map(torch.device, range(torch.cuda.device_count())))
     if kind == "sim":
         try:
