@@ -50,9 +50,16 @@ def _take_passed(held: deque[tuple[Event, Sequence[Tensor]]]) -> list[Any]:
 
 
 def let_go_of_passed() -> None:
-    """Lets go of what has been held long enough. Otherwise it stays until `hold` is called for the device again."""
-    with _lock:
+    """Lets go of what has been held long enough. Otherwise it stays until `hold` is called for the device again.
+
+    A finalizer may call this in a thread that has the lock, in the middle of `hold`: then it does nothing.
+    """
+    if not _lock.acquire(blocking=False):
+        return
+    try:
         passed = [_take_passed(held) for held in _held.values()]
+    finally:
+        _lock.release()
     del passed
 
 

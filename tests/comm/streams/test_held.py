@@ -60,6 +60,21 @@ class TestMemory:
         gc.collect()
         assert torch.accelerator.memory_allocated(root) < before
 
+    def test_a_model_may_go_while_memory_is_held(self, form: Callable, slots: list, root: torch.device) -> None:
+        """Python collects garbage at any time, in the middle of `hold` too."""
+        model = form(torch.nn.Linear(4, 4).to(root), slots)
+        gc.collect()
+
+        class Collects(Event):
+            def has_passed(self) -> bool:
+                nonlocal model
+                model = None
+                gc.collect()
+                return super().has_passed()
+
+        hold(self.tensor(root), Collects())
+        assert model is None
+
     def test_no_graph_is_held_with_it(self, root: torch.device) -> None:
         x = torch.ones(4, device=root, requires_grad=True)
         y = x.exp()
