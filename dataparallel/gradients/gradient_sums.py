@@ -19,18 +19,20 @@ from dataparallel.autograd.bucket_gradients import ReadyEvent, SlotGradients, So
 from dataparallel.autograd.pass_of_backward import PassOfBackward, running_pass
 from dataparallel.comm.buckets import Bucket, flatten, has_strides, unflatten
 from dataparallel.comm.streams.current import streams_joined, streams_set
+from dataparallel.devices import CPU
 
 
 def written_sources(behind: Sequence[Any], sources: Sequence[Tensor]) -> set[int]:
     """Asks the engine for the positions of the sources whose ``.grad`` the running pass writes.
 
     ``behind``: the ``next_functions`` of their node. A buffer may be the result of a computation: then its gradient
-    goes on into the computation's graph.
+    goes on into the computation's graph. The engine leaves out a leaf that was frozen after the forward.
     """
     written = set()
     for position, (following, _) in enumerate(behind):
+        source = sources[position]
         try:
-            if _torch.will_engine_execute_node(following) and sources[position].is_leaf:
+            if source.is_leaf and source.requires_grad and _torch.will_engine_execute_node(following):
                 written.add(position)
         except RuntimeError:  # torch raises it for a leaf whose gradient `torch.autograd.grad` is to return
             pass
@@ -216,9 +218,10 @@ class GradientSums:
                     slot_0[position] = torch.zeros_like(source)
             for slot, grads in enumerate(others, start=1):
                 if (of_slot := by_slot[slot]) is not None:
-                    event, streams = of_slot.ready_event, bucket.streams
                     of_sources = [(each, grad) for i, each in found.items() if (grad := grads[i]) is not None]
-                    _add_to_kept(slot, [(each, KeptGradient(grad, event, streams)) for each, grad in of_sources])
+                    event = of_slot.ready_event or _event_on_current_stream([grad for _, grad in of_sources])
+                    kept = [(each, KeptGradient(grad, event, bucket.streams)) for each, grad in of_sources]
+                    _add_to_kept(slot, kept)
         return [grad if position in written else None for position, grad in enumerate(slot_0)]
 
     def begin_keeping(self, source: Tensor) -> WaitingGradients:
@@ -273,6 +276,13 @@ class GradientSums:
 
     def _take(self, source_ids: Sequence[int]) -> list[WaitingGradients]:
         return [self._waiting.pop(each) for each in source_ids if each in self._waiting]
+
+
+def _event_on_current_stream(grads: Sequence[Tensor]) -> ReadyEvent | None:
+    """Slots on one device need no events within a pass. But another pass may take the gradients on other streams."""
+    if not grads or grads[0].device == CPU:
+        return None
+    return ReadyEvent(torch.accelerator.current_stream(grads[0].device))
 
 
 def _add_to_kept(slot: int, gradients: Sequence[tuple[WaitingGradients, KeptGradient]]) -> None:

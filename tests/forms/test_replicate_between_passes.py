@@ -66,6 +66,40 @@ def test_what_waits_is_added_in_order_with_the_callers_stream(
     torch.testing.assert_close(module.weight.grad, 2 * alone.weight.grad)
 
 
+@on_accelerators
+@pytest.mark.parametrize("are_apart", [True, False])
+def test_calls_on_several_streams_may_have_one_backward(slots: list, root: torch.device, are_apart: bool) -> None:
+    """Each has kept gradients on its own stream. Slots on one device need no events for one call alone."""
+    module, alone = replicate(build(root), devices=slots if are_apart else [root] * len(slots)), build(root)
+    x = batch(module)
+    with module.no_sync():
+        for _ in range(2):
+            first = module(x).sum()
+            with on_another_stream(root):
+                second = module(x).sum()
+            (first + second).backward()
+    module(x).sum().backward()
+    alone(x).sum().backward()
+    torch.testing.assert_close(module.weight.grad, 5 * alone.weight.grad)
+
+
+def test_what_is_frozen_between_forward_and_backward_gets_nothing_then_or_later(
+    slots: list, root: torch.device
+) -> None:
+    """The engine leaves its gradient out on one device, so none may wait on other slots."""
+    module, alone = replicate(build(root), devices=slots), build(root)
+    x = batch(module)
+    with module.no_sync():
+        module(x).sum().backward()
+        loss = module(x).sum()
+        module.weight.requires_grad_(False)
+        loss.backward()
+    module(x).sum().backward()
+    alone(x).sum().backward()
+    torch.testing.assert_close(module.weight.grad, alone.weight.grad)
+    torch.testing.assert_close(module.bias.grad, 3 * alone.bias.grad)
+
+
 @freed_later
 @on_accelerators
 @pytest.mark.usefixtures("warnings_are_errors")
