@@ -87,9 +87,6 @@ def predicted() -> list[str]:
     return [f"{float(most[way]['step']):.1f} ms" for way in WAYS]
 
 
-NO_GPU = "Nothing has been run on a GPU yet."
-
-
 def what_has_run_where() -> str:
     """A row for each kind of machine. Those with GPUs have what `dataparallel.check` has found there."""
     rows = [
@@ -122,8 +119,6 @@ def with_figures(text: str) -> str:
     (beside,) = found(rows_of("sharded_speed"), BESIDE_FSDP2)
     text = re.sub(r"(?<=its step is )\S+ \(.*?\)", as_text(beside), text)
     text = re.sub(r"Measured on .*? and torch [\w.+]+,", measured(), text, flags=re.S)
-    if any(BENCH.glob("results/gpu/*/check.json")):
-        text = text.replace(f"{NO_GPU} ", "")
     before, start, after = text.partition("For 8 A100 this predicts")
     figures = iter(predicted())
     sentence, end, rest = after.partition("(``docs/benchmarks.rst``)")

@@ -96,7 +96,7 @@ template <> struct BitsOf<1> { typedef unsigned char Type; };
 template <int width>
 __device__ void copy_words(const Table& table, Int64 tensor, Int64 begin, Int64 end) {
   typedef typename BitsOf<width>::Type Word;
-  constexpr int kAtOnce = 4;  // loads in flight per thread
+  constexpr int kAtOnce = 8;  // loads in flight per thread
   const Int64 words = (end - begin) / width;
   const Word* source = reinterpret_cast<const Word*>(table.pointer(1, tensor) + begin);
   Word* target = reinterpret_cast<Word*>(table.pointer(0, tensor) + begin);

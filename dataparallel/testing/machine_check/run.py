@@ -8,6 +8,7 @@ import importlib.util
 import math
 import os
 import platform
+import signal
 import sys
 import threading
 import time
@@ -184,6 +185,7 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(f"--seconds has to be above 0; got {options.seconds}")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         parser.error(f"--json: there is no folder {options.json.absolute().parent}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the report is written all the same
     code = 1
     with _Lines(len(CHECKS)) as lines:
         machine, report = _begin(options.seconds)

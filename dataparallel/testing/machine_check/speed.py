@@ -6,6 +6,7 @@ a process for each device. Each number is a median, with the interval in which t
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 import time
@@ -31,6 +32,7 @@ from dataparallel.testing.machine_check.transfers import need_kernels
 _BYTES = 64 * 2**20
 _LEAST, _MOST = 5, 50  # times that make a median
 _WARM_UP = {False: 3, True: 6}  # on GPUs replicas are captured in the first five steps
+_ONE_WAY = 6.0  # seconds that the slowest way may take at least
 _SHARE = 0.25  # of the time that is left, for one model or transport
 
 
@@ -49,6 +51,8 @@ def times_of(run: Callable[[], object], machine: CheckedMachine, seconds: float,
     for _ in range(warm_up):
         run()
     machine.synchronize()
+    gc.collect()
+    gc.freeze()  # a compiler that checks before have imported is a million objects, which no step shall walk through
     found: list[float] = []
     ends = time.monotonic() + seconds
     while len(found) < _LEAST or (len(found) < _MOST and time.monotonic() < ends):
@@ -56,6 +60,7 @@ def times_of(run: Callable[[], object], machine: CheckedMachine, seconds: float,
         run()
         machine.synchronize()
         found.append(time.perf_counter() - begin)
+    gc.unfreeze()
     return found
 
 
@@ -158,6 +163,9 @@ def steps(model: TrainedModel, machine: CheckedMachine) -> Seen:
     seconds = _SHARE * machine.seconds_left() / len(ways)
     found: dict[str, Any] = {}
     for name, make in ways.items():
+        if machine.seconds_left() < _ONE_WAY:
+            found[name] = "no time"
+            continue
         try:
             module, is_alone = model.model(machine.root), name == "one device"
             batch = model.batch(1 if is_alone else len(machine.slots), machine.root if is_alone else CPU)

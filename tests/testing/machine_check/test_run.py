@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 import re
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -14,8 +17,7 @@ from dataparallel.call.engine import ReplicaMaker
 from dataparallel.comm import kernels
 from dataparallel.comm.host import ThroughHost
 from dataparallel.testing.machine_check import run, streams
-from dataparallel.testing.machine_check.checks import Check, CheckFailed, NotHere, Seen
-from nogpu.cuda import is_stand_in
+from dataparallel.testing.machine_check.checks import Check, CheckedMachine, CheckFailed, NotHere, Seen
 
 pytestmark = pytest.mark.counts_memory
 on_devices = pytest.mark.devices("sim", "stand-in")
@@ -43,6 +45,7 @@ def test_a_machine_in_order_passes(group):
 
 
 @pytest.mark.long
+@pytest.mark.watchdog(500)
 def test_all_checks():
     report = dataparallel.check(400)
     assert report.passed, str(report)
@@ -187,18 +190,39 @@ class TestReport:
         assert "1 passed, 1 failed. Failed: group: name." in text
 
     def test_it_says_where_it_shows_little(self, report):
-        expected = "two slots of the CPU" if not torch.accelerator.is_available() else "stand in for GPUs"
-        assert is_stand_in() or expected in report.conclusion()
+        has_devices = torch.accelerator.is_available()
+        expected = "stand in for GPUs" if has_devices else "two slots of the CPU"
+        assert CheckedMachine().has_gpus or expected in report.conclusion()
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """The codes with which the command has ended the process."""
+    codes, before = [], signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(run.os, "_exit", codes.append)
+    yield codes
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_command_that_is_ended_writes_what_it_has_found(ended, monkeypatch, tmp_path):
+    def ends(machine):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    checks = [Check("group", "right", lambda machine: Seen("")), Check("group", "name", ends)]
+    monkeypatch.setattr(run, "CHECKS", checks)
+    run.main(["--json", str(tmp_path / "check.json")])
+    assert ended == [130]
+    found = json.loads((tmp_path / "check.json").read_text())["findings"]
+    assert [each["status"] for each in found] == ["passed", "no time"]
 
 
 @pytest.mark.parametrize(("error", "code"), [(None, 0), (CheckFailed("is wrong"), 1)])
-def test_the_command_prints_writes_json_and_ends_with_a_code(error, code, monkeypatch, tmp_path, capsys):
+def test_the_command_prints_writes_json_and_ends_with_a_code(error, code, ended, monkeypatch, tmp_path, capsys):
     def passes(machine):
         return Seen("right")
 
-    ended = []
     monkeypatch.setattr(run, "CHECKS", [Check("group", "name", passes) if error is None else raising(error)])
-    monkeypatch.setattr(run.os, "_exit", ended.append)
     run.main(["--seconds", "9", "--json", str(tmp_path / "check.json")])
     assert ended == [code]
     assert json.loads((tmp_path / "check.json").read_text())["passed"] is (code == 0)
