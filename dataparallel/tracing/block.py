@@ -147,22 +147,29 @@ def what_to_try(rows: list[Row], seconds: float, behind: float) -> list[str]:
     """Sentences for a block that took so many ``seconds``, and devices that went on ``behind`` it."""
     shares = {row.stage: row.host / seconds for row in rows if row.replica is None}
     replicas = [row for row in rows if row.stage == "forward" and row.replica is not None]
-    times = {row.replica or 0: max(row.host, row.device or 0.0) for row in replicas}  # the host may be what is slow
-    all_times, host = sum(times.values()), sum([row.host for row in replicas])
-    on_devices = sum([row.host if row.device is None else row.device for row in replicas])
+    on_host = [row.host for row in replicas]
+    on_devices = [row.host if row.device is None else row.device for row in replicas]
     largest = max(shares, key=lambda stage: shares[stage]) if len(shares) > 1 else "none"
     found = [_TO_TRY.get(largest, "see the profile")]
     # Between two events there are gaps, so only kernels tell for how long a device has computed.
     has_kernels = any(row.device is not None for row in rows if row.stage != "forward")
-    if has_kernels and on_devices < 0.5 * host:
+    if has_kernels and sum(on_devices) < 0.5 * sum(on_host):
         found.append("launch less: DataParallel(model, compile=True), graphs=True, or larger chunks")
-    slowest = max(times, key=lambda slot: times[slot], default=0)
-    if all_times and shares["forward"] > 0.2 and (uneven := len(times) * times[slowest] / all_times) > 1.5:
+    uneven, slowest = max(map(_slowest, (on_devices, on_host)))  # the device may be what is slow, or the host
+    if uneven > 1.5 and shares["forward"] > 0.2:
         what = "smaller chunk_sizes=, or samples sorted by length"
-        found.append(f"replica {slowest} is slow, {uneven:.1f} times the mean: {what}")
+        found.append(f"replica {replicas[slowest].replica} is slow, {uneven:.1f} times the mean: {what}")
     if behind > 0.1 * seconds:
         found.append("devices go on when the host is done: torch.compile and torch.autocast make kernels faster")
     return found
+
+
+def _slowest(times: list[float]) -> tuple[float, int]:
+    """How many times the mean the longest time is, and its position."""
+    if not sum(times):
+        return 0.0, 0
+    longest = max(times)
+    return len(times) * longest / sum(times), times.index(longest)
 
 
 def trace(path: str | os.PathLike[str] | None = None) -> Trace:

@@ -139,3 +139,8 @@ class TestWhatToTry:
         assert len(found) == 4
         for sentence, words in zip(found[1:], ("launch less", "replica 3 is slow, 2.5", "devices go on"), strict=True):
             assert words in sentence
+
+    def test_a_replica_that_is_slow_on_the_host_is_named_too(self) -> None:
+        replicas = [Row("forward", slot, CPU, 1, host, 0.1, None) for slot, host in enumerate((0.1, 0.1, 0.7))]
+        rows = [Row("forward", None, None, 3, 0.9, 0.3, None), *replicas]
+        assert any("replica 2 is slow, 2.3" in sentence for sentence in what_to_try(rows, 1.0, behind=0.0))
