@@ -7,6 +7,7 @@ The interface is that of ``torch.nn.parallel.DistributedDataParallel``: ``hook(s
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from dataparallel._torch import current_stream_at
 from dataparallel.arguments import checked
 from dataparallel.comm.streams.current import Event, kept_stream, memory_of, streams_set
 from dataparallel.devices import current_device_set
+
+log = logging.getLogger("dataparallel")
 
 
 class GradBucket:
@@ -209,9 +212,16 @@ class HookedSums:
         return hook_call
 
     def fail(self, error: BaseException, missing: Iterator[GradBucket]) -> None:
-        """See `ReducerPass`. If there are other processes only the hook knows of them: it gets all buckets or none."""
-        for bucket in missing if self._has_begun else ():
-            self.launch(bucket)
+        """See `ReducerPass`. If there are other processes only the hook knows of them: it gets all buckets or none.
+
+        Where there is no memory for those that are left, the log says that it does not get them: a destructor may call
+        this, and the pass has an error already.
+        """
+        try:
+            for bucket in missing if self._has_begun else ():
+                self.launch(bucket)
+        except torch.OutOfMemoryError as out_of_memory:
+            log.warning("the communication hook %s does not get all buckets: %s", self.hook.name, out_of_memory)
 
     def end_pass(self, used: Sequence[bool], order: Sequence[int] | None) -> Future[Any]:
         """See `ReducerPass`. A gradient is ``None`` if no slot has used the parameter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -207,3 +208,28 @@ def test_what_cannot_be_called_and_a_second_one_are_errors(net, twin, slots, mon
     monkeypatch.setattr("dataparallel.devices.all_devices", list)
     with pytest.raises(RuntimeError, match=r"devices=\['cpu'\]"):
         replicate(twin).register_comm_hook(None, unchanged)
+
+
+@pytest.mark.devices("sim")
+def test_what_a_failed_pass_has_no_memory_for_is_told(net, slots, root, caplog):
+    """A destructor ends the pass, and its error would reach nobody."""
+    fails: list[bool] = []
+
+    def hook(state: None, bucket: GradBucket) -> Future:
+        if fails:
+            torch.sim.set_memory_capacity(1, root)
+            raise ArithmeticError
+        return done(bucket.buffer())
+
+    model = replicated(net, slots, hook)
+    step(model, numbers(root, 5))
+    fails.append(True)
+    try:
+        with pytest.raises(RuntimeError, match="hook"):
+            step(model, numbers(root, 5))
+        gc.collect()
+    finally:
+        torch.sim.set_memory_capacity(None, root)
+    assert "does not get all buckets" in caplog.text
+    fails.clear()
+    step(model, numbers(root, 5))
