@@ -72,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slots(*counts, long=[]): once per number of slots, with --all those of long")
-    config.addinivalue_line("markers", f"apart(count={DEFAULT_SLOTS}): skipped where fewer accelerators are, see apart")
+    config.addinivalue_line("markers", f"apart(count={DEFAULT_SLOTS}): its slots need so many devices")
     config.addinivalue_line("markers", "counts_memory: a stand-in's events have passed when the library asks")
     config.addinivalue_line("markers", "ahead(...): what the test's own process is to do, see processes.Ahead")
     kind = config.getoption("--devices")

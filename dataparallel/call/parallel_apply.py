@@ -159,7 +159,7 @@ def run_replicas(
     return [outcome.value for outcome in outcomes]
 
 
-class _Kind(NamedTuple):
+class _CallKind(NamedTuple):
     """Calls of one kind take about the same way through the code."""
 
     method: str
@@ -170,11 +170,11 @@ class _Kind(NamedTuple):
     has_autocast: bool
 
 
-def _kind_of_call(module: Any, args: Sequence[Any], kwargs: dict[str, Any], method: str) -> _Kind:
+def _kind_of_call(module: Any, args: Sequence[Any], kwargs: dict[str, Any], method: str) -> _CallKind:
     has_compiled = isinstance(module, nn.Module) and HAS_COMPILED in vars(module)
     size = _size_of(args, kwargs) if has_compiled else None
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _torch.is_any_autocast_enabled()
-    return _Kind(method, size, has_compiled, *modes)
+    return _CallKind(method, size, has_compiled, *modes)
 
 
 def is_serial(serial: bool | None) -> bool:

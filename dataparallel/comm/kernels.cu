@@ -235,8 +235,8 @@ struct NotRounded : Kind {
 
 // Sums the elements from begin to end, a whole number of vectors: row 0 becomes ((row 1 + row 2) + row 3) + ..., rounded
 // once. Row 0 may be the memory of another row: a thread reads an element of every row before it writes the result. The
-// terms of up to kRows rows, most often all, and of kWords vectors are loaded before the first is added: memory answers
-// at the same time.
+// terms of up to kRows rows, most often all, and of kWords vectors are loaded before the first is added, so that their
+// loads overlap.
 template <typename Kind, int size, int kRows, int kWords>
 __device__ void sum_vectors(const Table& table, Int64 tensor, Int64 begin, Int64 end) {
   typedef Vector<typename Kind::Stored, size> Word;

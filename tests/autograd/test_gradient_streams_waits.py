@@ -22,7 +22,7 @@ from spare_streams import spare_stream
 
 pytestmark = [
     pytest.mark.devices("sim", "stand-in"),
-    pytest.mark.apart(),
+    pytest.mark.apart,
     pytest.mark.usefixtures("together", "distinct_streams"),
 ]
 

@@ -129,9 +129,8 @@ def test_frozen_replicas_stay(form: Form, single: Net, slots: list, x: Tensor, r
         with frozen(model):
             close(model(x), before)
             module.layers[3].bias.data.add_(1)
-            if root not in map(
-                torch.device, slots[1:]
-            ):  # slots on the root's device share the memory of the source, as replica 0 does
+            # Slots on the root's device share the memory of the source, and so does replica 0.
+            if root not in [*map(torch.device, slots[1:])]:
                 close(model(x)[3:], before[3:])
         close(model(x), before + 1)
     with frozen(model), pytest.raises(RuntimeError, match=r"inside frozen\(\)"):

@@ -106,6 +106,25 @@ def with_one_nan(arena: Arena) -> Tensor:
     return memory
 
 
+def to_copy(numels: list[int], random: torch.Generator, aligned: bool) -> tuple[Arena, Arena]:
+    """A source and a target with tensors of any dtypes."""
+    dtypes = [COPIED[i] for i in torch.randint(0, len(COPIED), (len(numels),), generator=random).tolist()]
+    source, target = (Arena(numels, dtypes, random, aligned) for _ in range(2))
+    return source, target
+
+
+def to_sum(
+    dtype: torch.dtype, drawn: tuple[list[int], torch.Generator], count: int, aligned: bool, kind: str, in_place: bool
+) -> tuple[list[Arena], Arena]:
+    """The terms of so many slots, and a target, which is slot 0's arena if ``in_place``. ``kind``: see `fill`."""
+    numels, random = drawn
+    dtypes = [dtype] * len(numels)
+    slots = [Arena(numels, dtypes, random, aligned) for _ in range(count)]
+    for arena in slots:
+        fill(arena.bytes, PARTS.get(dtype, dtype), kind, random)
+    return slots, slots[0] if in_place else Arena(numels, dtypes, random, aligned)
+
+
 def after_copies(source: Arena, target: Arena) -> Tensor:
     """The bytes of the target after its tensors have been copied from the source."""
     expected = target.bytes.clone()

@@ -91,7 +91,7 @@ class Pool:
     def captures(self, graphs: list[Any]) -> Iterator[None]:
         """What the block launches on the current stream is captured into ``graphs``, and does not run."""
         try:
-            self.begin(graphs)  # torch has given the pool to a capture also if this fails
+            self.begin(graphs)  # if it fails, the pool may belong to a capture all the same
             yield
         except BaseException:
             with suppress(RuntimeError):  # it says that the capture has failed

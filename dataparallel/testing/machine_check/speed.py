@@ -31,7 +31,6 @@ from dataparallel.testing.machine_check.transfers import need_kernels
 
 _BYTES = 64 * 2**20
 _LEAST, _MOST = 5, 50  # times that make a median
-_WARM_UP = {False: 3, True: 6}  # on GPUs replicas are captured in the first five steps
 _ONE_WAY = 6.0  # seconds that the slowest way may take at least
 _SHARE = 0.25  # of the time that is left, for one model or transport
 
@@ -52,15 +51,17 @@ def times_of(run: Callable[[], object], machine: CheckedMachine, seconds: float,
         run()
     machine.synchronize()
     gc.collect()
-    gc.freeze()  # a compiler that checks before have imported is a million objects, which no step shall walk through
+    gc.freeze()  # earlier checks have imported a compiler: a million objects, which no step should walk through
     found: list[float] = []
     ends = time.monotonic() + seconds
-    while len(found) < _LEAST or (len(found) < _MOST and time.monotonic() < ends):
-        begin = time.perf_counter()
-        run()
-        machine.synchronize()
-        found.append(time.perf_counter() - begin)
-    gc.unfreeze()
+    try:
+        while len(found) < _LEAST or (len(found) < _MOST and time.monotonic() < ends):
+            begin = time.perf_counter()
+            run()
+            machine.synchronize()
+            found.append(time.perf_counter() - begin)
+    finally:
+        gc.unfreeze()
     return found
 
 
@@ -111,12 +112,12 @@ def rates_of_kernels(machine: CheckedMachine) -> Seen:
         rows: Table = [TableRow(Place(0, 0), tuple(Place(1 + k, 0) for k in range(count)), target.view(dtype).numel())]
         launch = partial(DeviceTable(rows, root, dtype).launch, [each.view(dtype) for each in (target, *sources)])
         found[name] = (1 + count) * target.nbytes / _on_device(launch, root) / 1e9
-    ratio = found["flatten, copy, unflatten"] = _small_tensors(sources[0], target)
-    shown = ", ".join(f"{name} {rate:.0f}" for name, rate in list(found.items())[:-1])
+    shown = ", ".join(f"{name} {rate:.0f}" for name, rate in found.items())
+    ratio = _small_tensors(sources[0], target)
     return Seen(
         f"GB/s: {shown}; 1,000 tensors of 4 KiB in one launch {ratio:.1f} times as fast as by torch's flatten, copy, "
         "unflatten",
-        found,
+        {**found, "flatten, copy, unflatten": ratio},
     )
 
 
@@ -161,6 +162,7 @@ def steps(model: TrainedModel, machine: CheckedMachine) -> Seen:
     if machine.has_gpus:
         ways |= {f"{name}, graphs": partial(ways[name], graphs=True) for name in FORMS}
     seconds = _SHARE * machine.seconds_left() / len(ways)
+    warm_up = 6 if machine.has_gpus else 3  # on GPUs replicas are captured in the first five steps
     found: dict[str, Any] = {}
     for name, make in ways.items():
         if machine.seconds_left() < _ONE_WAY:
@@ -170,7 +172,7 @@ def steps(model: TrainedModel, machine: CheckedMachine) -> Seen:
             module, is_alone = model.model(machine.root), name == "one device"
             batch = model.batch(1 if is_alone else len(machine.slots), machine.root if is_alone else CPU)
             run = training_step(module, make(module), *batch)
-            found[name] = median_and_interval(times_of(run, machine, seconds, _WARM_UP[machine.has_gpus]))
+            found[name] = median_and_interval(times_of(run, machine, seconds, warm_up))
         except torch.OutOfMemoryError as error:
             found[name] = f"out of memory: {error}"
         except NotHere as reason:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from arenas import COPIED, PARTS, SHORT, SUMMED, Arena, after_copies, after_sums, fill, sizes, table_of, with_one_nan
+from arenas import SHORT, SUMMED, Arena, after_copies, after_sums, sizes, table_of, to_copy, to_sum, with_one_nan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_runner import Kernels
@@ -31,9 +31,7 @@ def executing(target: Arena, terms: list[Arena], dtype: torch.dtype, max_blocks:
 def test_copies_have_the_bits_of_their_sources_and_nothing_else_is_written(
     kernels: Kernels, drawn: tuple, max_blocks: int, aligned: bool, launch: dict
 ) -> None:
-    numels, random = drawn
-    dtypes = [COPIED[i] for i in torch.randint(0, len(COPIED), (len(numels),), generator=random).tolist()]
-    source, target = (Arena(numels, dtypes, random, aligned) for _ in range(2))
+    source, target = to_copy(*drawn, aligned)
     before, expected = source.bytes.clone(), after_copies(source, target)
     kernels.run(*executing(target, [source], torch.uint8, max_blocks), **launch)
     assert torch.equal(source.bytes, before)
@@ -61,12 +59,7 @@ def test_sums_have_the_bits_of_torch_and_nothing_else_is_written(
     in_place: bool,
     launch: dict,
 ) -> None:
-    numels, random = drawn
-    dtypes = [dtype] * len(numels)
-    slots = [Arena(numels, dtypes, random, aligned) for _ in range(count)]
-    for arena in slots:
-        fill(arena.bytes, PARTS.get(dtype, dtype), kind, random)
-    out = slots[0] if in_place else Arena(numels, dtypes, random, aligned)
+    slots, out = to_sum(dtype, drawn, count, aligned, kind, in_place)
     expected = after_sums(slots, out)
     unchanged = [arena.bytes.clone() for arena in slots if arena is not out]
     kernels.run(*executing(out, slots, dtype, max_blocks), **launch)

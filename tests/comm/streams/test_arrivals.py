@@ -28,7 +28,7 @@ from late_parameters import (
 
 pytestmark = [
     pytest.mark.devices("sim", "stand-in"),
-    pytest.mark.apart(),
+    pytest.mark.apart,
     pytest.mark.usefixtures("no_compiler"),
 ]
 

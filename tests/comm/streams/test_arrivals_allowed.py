@@ -20,7 +20,7 @@ from nogpu.pytest import settle
 
 pytestmark = [
     pytest.mark.devices("sim", "stand-in"),
-    pytest.mark.apart(),
+    pytest.mark.apart,
     pytest.mark.usefixtures("no_compiler"),
 ]
 

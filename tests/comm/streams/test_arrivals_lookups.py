@@ -20,7 +20,7 @@ from late_parameters import ARRANGEMENTS, WIDTH, Net, arranged, other_stream, sa
 
 pytestmark = [
     pytest.mark.devices("sim", "stand-in"),
-    pytest.mark.apart(),
+    pytest.mark.apart,
     pytest.mark.usefixtures("no_compiler"),
 ]
 
