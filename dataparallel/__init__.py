@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from dataparallel.samples import samples as samples
     from dataparallel.testing.machine_check.run import check as check
     from dataparallel.tracing import trace as trace
-    from dataparallel.user_warnings import PerformanceWarning as PerformanceWarning
 
 import_on_demand(
     __name__,
@@ -44,7 +43,6 @@ import_on_demand(
         "dataparallel.batches.structures": ("PerReplica", "whole"),
         "dataparallel.testing.machine_check.run": ("check",),
         "dataparallel.tracing": ("trace",),
-        "dataparallel.user_warnings": ("PerformanceWarning",),
     },
     others=("__version__", "nn", "peers"),
 )

@@ -14,7 +14,6 @@ With `--no-skips`, a run fails if any test is skipped.
 """
 
 import gc
-import os
 import signal
 import subprocess
 import warnings
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from dataparallel import DataParallel, PerformanceWarning, user_warnings
+from dataparallel import DataParallel, user_warnings
 from dataparallel.comm.streams import arrivals, held
 from dataparallel.comm.streams.current import Event
 from each_form import FORMS, Form
@@ -36,9 +35,6 @@ from spare_streams import make_library_streams
 from stand_in import STAND_IN, fits
 
 pytest_plugins = ["company", "kinds", "machine_variants", "selection", "watchdog"]
-
-# Most tests call tiny models with small batches. Who wants the warnings all the same asks for `performance_warnings`.
-os.environ.setdefault(user_warnings.VARIABLE, "0")
 
 DEFAULT_SLOTS = 3
 SIMULATED = 8  # what tests of the simulated devices themselves rely on
@@ -248,18 +244,9 @@ def warnings_are_errors() -> Iterator[None]:
 
 
 @pytest.fixture
-def performance_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come, as in a process that has given none."""
-    monkeypatch.setenv(user_warnings.VARIABLE, "1")
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings that come once come, as in a process that has given none."""
     monkeypatch.setattr(user_warnings, "_said", {})
-
-
-@pytest.fixture
-def performance_warnings_are_errors(performance_warnings: None) -> Iterator[None]:
-    """For what has to run without any. A program of its own: ``python -W error::dataparallel.PerformanceWarning``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", PerformanceWarning)
-        yield
 
 
 @pytest.fixture(params=[torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])

@@ -20,9 +20,8 @@ where_devices_are_seen = pytest.mark.devices("cpu", "cuda")
 
 
 def variables() -> dict[str, str]:
-    """The environment of every program. All is well in it, so a `PerformanceWarning` is an error."""
-    warned = {"DATAPARALLEL_PERFORMANCE_WARNINGS": "1", "PYTHONWARNINGS": "error::dataparallel.PerformanceWarning"}
-    return environment(OMP_NUM_THREADS="1", **warned)
+    """The environment of every program."""
+    return environment(OMP_NUM_THREADS="1")
 
 
 def printed_by(name: str, folder: Path) -> list[str]:

@@ -137,9 +137,6 @@ def run_on_slots(maker: ReplicaMaker, method: Method, inputs: tuple[Any, ...], k
                     else:
                         outputs = run(replicas, chunks, keywords)
             output = call.gather(outputs)
-    if options.checks.are_open and not maker.overridden:  # the user's own stages may do anything
-        is_training = getattr(maker.source(), "training", False)  # frozen ScriptModules have no mode
-        options.checks.look_at(options, call.slots, (inputs, kwargs), is_training)
     return output
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from dataparallel.arguments import checked
 from dataparallel.batches.gather import Pad, checked_pad
 from dataparallel.batches.scatter import ChunkSizes, Split
-from dataparallel.call.advice import PerformanceChecks
 from dataparallel.devices import DeviceLike, resolve_output, resolve_slots
 from dataparallel.replicas.replicate import BUCKET_CAP_MB, cap_in_bytes
 from dataparallel.threads.permits import Permits
@@ -213,10 +212,9 @@ class CallOptions:
     cap_bytes: int
     combines: Callable[[Tensor, tuple[int, ...]], Tensor] | None
     permits: Permits
-    checks: PerformanceChecks
 
     def __init__(self, slots: Sequence[DeviceLike], given: Mapping[str, Any]) -> None:
-        vars(self).update(slots=slots, permits=Permits(), checks=PerformanceChecks())
+        vars(self).update(slots=slots, permits=Permits())
         for name in given:
             if name in self.taken:
                 vars(self).update(self._checked(name, given[name]))

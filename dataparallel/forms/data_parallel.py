@@ -14,7 +14,6 @@ from dataparallel import _torch
 from dataparallel.arguments import checked
 from dataparallel.batches.gather import gather_outputs
 from dataparallel.batches.scatter import scatter_arguments
-from dataparallel.call.advice import PerformanceChecks
 from dataparallel.call.engine import Method, ReplicaMaker, call_of_this_thread, run_on_slots, run_without_slots
 from dataparallel.call.options import CallOptions, FormOptions, checked_option, completed, described, takes
 from dataparallel.call.parallel_apply import CALL, arguments_of_replicas, run_replicas
@@ -378,11 +377,7 @@ def call_once(
     _check_module(module)
     check_placement(module, slots[0])
     model = cls(module, slots, output_device, dim)
-    vars(own_options(model))["checks"] = _checks
     return model(*inputs, **(module_kwargs or {}))
-
-
-_checks = PerformanceChecks()  # of all calls of `data_parallel`: each has a wrapper of its own
 
 
 def _check_module(module: Any) -> None:

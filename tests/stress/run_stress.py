@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import os
 import random
 import sys
 import threading
@@ -23,7 +22,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ.setdefault("DATAPARALLEL_PERFORMANCE_WARNINGS", "0")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 import torch  # noqa: E402
