@@ -10,6 +10,7 @@ import pytest
 import torch
 from kept import Branched, assert_same, build, gradients, loss, numbers, tensors_of, with_kept_replicas
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from dataparallel import DataParallel, comm
 from dataparallel.comm.streams.current import streams_set
@@ -67,7 +68,8 @@ def test_nothing_is_sent_until_then(both: Any, monkeypatch: pytest.MonkeyPatch) 
 DISCARDS: dict[str, Callable[[Branched], object]] = {
     "zero_grad": lambda net: net.zero_grad(),
     "zero_grad to zeros": lambda net: net.zero_grad(set_to_none=False),
-    "an optimizer's to zeros": lambda net: torch.optim.SGD(net.parameters(), lr=1).zero_grad(set_to_none=False),
+    "an optimizer's to zeros": lambda net: SGD(net.parameters(), lr=1, foreach=False).zero_grad(set_to_none=False),
+    "an optimizer's with lists": lambda net: SGD(net.parameters(), lr=1, foreach=True).zero_grad(set_to_none=False),
     "other tensors": lambda net: [setattr(p, "grad", torch.zeros_like(p)) for p in net.parameters()],
 }
 
