@@ -300,6 +300,7 @@ _GLOBAL_DEVICE_CONTEXT = private("torch._GLOBAL_DEVICE_CONTEXT", "see the defaul
 _functorch_interpreter = private("torch._C._functorch.peek_interpreter_stack", "refuse transforms around calls")
 
 private("torch.nn.utils.parametrize._cache_enabled", "refuse to run replicas inside parametrize.cached()")
+private("torch.autograd.forward_ad._current_level", "refuse forward-mode derivatives around calls")
 
 GLOBAL_HOOKS = [
     private(f"torch.nn.modules.module._global_{kind}_hooks", "see hooks that are set for all modules")
@@ -339,6 +340,11 @@ def forget_default_device_context() -> None:
 def are_parametrizations_cached() -> bool:
     """True inside ``torch.nn.utils.parametrize.cached()``, of any thread."""
     return getattr(torch.nn.utils.parametrize, "_cache_enabled", 0) > 0
+
+
+def is_in_dual_level() -> bool:
+    """True inside ``torch.autograd.forward_ad.dual_level()``, of any thread."""
+    return getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
 
 
 def is_inside_functorch_transform() -> bool:

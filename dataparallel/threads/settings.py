@@ -230,6 +230,12 @@ REFUSED: tuple[tuple[str, Callable[[], bool], str], ...] = (
         "only. Apply the transform inside the module's forward, or call the module that is not wrapped",
     ),
     (
+        "forward-mode level",
+        _torch.is_in_dual_level,
+        "torch.autograd.forward_ad.dual_level() is active, and the tangents of parameters and inputs would not reach "
+        "the replicas. Take derivatives backwards, or call the module that is not wrapped",
+    ),
+    (
         "cached parametrizations",
         _torch.are_parametrizations_cached,
         "torch.nn.utils.parametrize.cached() is active, and its cache has one place for the weights of all replicas. "

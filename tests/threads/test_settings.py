@@ -255,6 +255,11 @@ def capture(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
         call(x)
 
 
+def in_dual_level(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        call(x)
+
+
 def cached(call: Callable[[Tensor], Tensor], x: Tensor) -> None:
     with torch.nn.utils.parametrize.cached():
         call(x)
@@ -278,6 +283,7 @@ REFUSALS: dict[str, dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any
         "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
         "functionalize": lambda call, x: torch.func.functionalize(call)(x),
     },
+    "forward-mode level": {"dual level": in_dual_level},
     "cached parametrizations": {"cached": cached},
     "CUDA graph capture": {"graph": capture},
     "jit trace": {"trace": lambda call, x: torch.jit.trace(call, x)},

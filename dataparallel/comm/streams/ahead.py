@@ -12,7 +12,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from dataparallel import _torch
 from dataparallel.comm.buckets import (
@@ -40,16 +39,15 @@ give one tensor in several batches.
 def can_be_sent(tensor: Tensor) -> bool:
     """True if the tensor is on the CPU, of a plain type, strided, not nested, not quantized, and needs no gradient.
 
-    It must have no tangent (forward-mode differentiation) either, because these copies are in no graph. Inside a
-    transform of ``torch.func`` no tensor is sent: it may be a wrapper of another one.
+    Inside a transform of ``torch.func`` no tensor is sent: it may be a wrapper of another one. None is where it may
+    have a tangent (forward-mode differentiation), because these copies are in no graph.
     """
     return (
         tensor.device == CPU
         and type(tensor) in PLAIN_TYPES
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.requires_grad)
-        and not _torch.is_inside_functorch_transform()
-        and unpack_dual(tensor).tangent is None
+        and not (_torch.is_inside_functorch_transform() or _torch.is_in_dual_level())
     )
 
 

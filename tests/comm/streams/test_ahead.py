@@ -112,12 +112,12 @@ def test_a_batch_is_the_loaders_again_when_the_next_is_asked_for(slots: list) ->
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in forward_ad
 def test_a_tangent_is_not_lost_on_the_way(make_slots: Callable[[int], list]) -> None:
-    """Copies in no graph would drop it. A scatter cannot carry it either, and says so."""
-    for count in (1, 2):
+    """Copies in no graph would drop it. A scatter cannot carry it either, nor can replicas, and a call says so."""
+    for count, error, text in ((1, NotImplementedError, "jvp"), (2, RuntimeError, "dual_level")):
         with forward_ad.dual_level():
             x = forward_ad.make_dual(torch.ones(4, 3), torch.ones(4, 3))
             assert not can_be_sent(x)
-            with pytest.raises(NotImplementedError, match="jvp"):
+            with pytest.raises(error, match=text):
                 DataParallel(Doubles(), make_slots(count))(x)
 
 
