@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import dataparallel as dp
 from affine import Affine, build_affine
@@ -80,6 +81,29 @@ class TestInputsOfBackward:
         else:
             for ours, theirs in zip(found, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9, check_device=False)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.below, self.above, self.inside = nn.Linear(4, 4), nn.Linear(4, 1), inside
+
+    def forward(self, x):
+        y = torch.tanh(self.below(x))
+        return self.above(y) if self.inside is None else checkpoint(self.above, y, use_reentrant=self.inside)
+
+
+@pytest.mark.parametrize("inside", [None, True, False])
+@pytest.mark.parametrize("around", [True, False])
+def test_a_call_may_be_recomputed_and_recompute_a_part_of_itself(around, inside, form, slots, root):
+    nets = [Recomputed(inside).double().to(root) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    for call in (form(nets[0], slots), nets[1]):
+        for _ in range(2):
+            x = torch.linspace(-1, 1, 28, dtype=torch.float64, device=root).view(7, 4).requires_grad_()
+            checkpoint(call, x, use_reentrant=around).square().sum().backward()
+    for name, expected in gradients_of(nets[1]).items():
+        torch.testing.assert_close(gradients_of(nets[0])[name], expected, rtol=0, atol=1e-9, check_device=False)
 
 
 class TestWhatReplicasGet:

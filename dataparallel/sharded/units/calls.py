@@ -143,7 +143,7 @@ class ModuleCall:
     def __init__(self, module: UnitModule) -> None:
         self._module, self._root_call = module, module.root_call
         self._unit, self._slot_unit = module.unit, module.slot_unit
-        self._is_recomputation = _torch.is_in_backward()
+        self._is_recomputation = _torch.is_in_backward() and not self._root_call.runs_in_backward
         self._versions: list[int] = []
         self._position = -1
         self._has_input_nodes = self._needs_gradients = False

@@ -384,10 +384,11 @@ class RootCall:
     """One call of the root on some slots: the order of its units in forward, and gathers ahead in both directions.
 
     ``ready``: for each accelerator an event after which shards may be read.
+    ``runs_in_backward``: true while the forward runs inside a backward, as in a checkpoint around the root.
     """
 
     def __init__(self, tree: Tree, slots: Sequence[torch.device]) -> None:
-        self.tree, self.slots = tree, list(slots)
+        self.tree, self.slots, self.runs_in_backward = tree, list(slots), _torch.is_in_backward()
         tree.last_call = self
         for unit in tree.units:
             unit.begin_gathers(len(slots), tree.gathers)
@@ -460,6 +461,7 @@ class RootCall:
 
     def end_forward(self, has_failed: bool) -> None:
         """Notes the order of the units for the next call, after the forward has ended on all slots."""
+        self.runs_in_backward = False
         for slot_unit in chain.from_iterable(self.in_graphs):
             slot_unit.end_use()
         order = self._begun[0]
