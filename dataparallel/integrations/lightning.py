@@ -232,5 +232,5 @@ def _log(module: Any, entries: list[dict[str, Any]]) -> None:
         value = getattr(value, rule)()
     else:
         value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
-        value = (value * (torch.tensor(weights).to(value) / sum(weights))).sum()
+        value = (value * (value.new_tensor(weights) / sum(weights))).sum()
     module.log(first["name"], value, **first["settings"], **({"batch_size": sum(sizes)} if sizes else {}))

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from dataparallel.batches.structures import number_of_samples, register_batch
+from dataparallel.devices import CPU
 from dataparallel.replicas.plan import original_class
 from dataparallel.user_warnings import warn_user
 
@@ -71,7 +72,7 @@ class LossByItems:
                 "by its samples, which is right for a mean over samples only. Give the trainer scalars='mean', 'sum' "
                 "or a function, or a method loss_items(inputs) that returns the number of items of each sample"
             )
-        counts = _of_chunks(items, samples) if isinstance(items, Tensor) else torch.tensor(samples)
+        counts = _of_chunks(items, samples) if isinstance(items, Tensor) else torch.tensor(samples, device=CPU)
         if not values.is_floating_point():
             values = values.to(torch.get_default_dtype())
         counts = counts.to(values.device, torch.promote_types(values.dtype, torch.float32))

@@ -20,6 +20,7 @@ from dataparallel.arguments import checked
 from dataparallel.autograd.functions import Broadcast, Gather
 from dataparallel.autograd.node import Node
 from dataparallel.comm.tables import summed_in
+from dataparallel.devices import CPU
 from dataparallel.peers.across_machines import gathered
 from dataparallel.peers.joint import JointSpan, Request, described, joint, replayed_place, span_of_caller
 
@@ -93,7 +94,7 @@ def merged(
     mean = (means * (sizes / total)).sum(0)
     m2 = m2s.sum(0) + (sizes * (means - mean) ** 2).sum(0)
     copies = Broadcast.apply(devices, mean, m2 / total)
-    return [[*copies[k : k + 2], torch.tensor(total)] for k in range(0, len(copies), 2)]
+    return [[*copies[k : k + 2], torch.tensor(total, device=CPU)] for k in range(0, len(copies), 2)]
 
 
 class Normalised(Node):

@@ -373,7 +373,7 @@ class SlotUnit:
             self._buffers = [
                 FullBuffer(owned.layout, unit.precision.on_slots(owned.dtype), self.device) for owned in unit.owned
             ]
-        self.parameters: list[Tensor] = [torch.empty(0)] * len(unit.parameters)
+        self.parameters: list[Tensor] = [torch.empty(0, device=self.device)] * len(unit.parameters)
         for owned, full in zip(unit.owned, self._buffers, strict=True):
             for i, tensor in zip(owned.positions, full.tensors, strict=True):
                 tensor.__class__ = ReplicaParameter

@@ -468,7 +468,7 @@ class ShardedUnit:
         if part.device == CPU:
             return part
         pinned = self._pin and can_pin(part.device.type)
-        host = torch.empty(part.shape, dtype=part.dtype, pin_memory=pinned)
+        host = torch.empty(part.shape, dtype=part.dtype, device=CPU, pin_memory=pinned)
         return host.copy_(part, non_blocking=pinned)
 
     def versions(self) -> list[int]:
