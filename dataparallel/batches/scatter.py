@@ -371,7 +371,8 @@ class _Splitter:
 
 
 def _has_graph(tensor: Tensor) -> bool:
-    return torch.is_grad_enabled() and (tensor.requires_grad or unpack_dual(tensor).tangent is not None)
+    """True if a node carries what belongs to the tensor. It has no forward-mode derivative, and refuses a tangent."""
+    return (torch.is_grad_enabled() and tensor.requires_grad) or unpack_dual(tensor).tangent is not None
 
 
 def moved(obj: Any, device: torch.device) -> Any:

@@ -311,7 +311,7 @@ def whole(tensor: Tensor) -> Tensor:
             "on whole anyway"
         )
     marked = alias(tensor, 0)
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if (tensor.requires_grad and torch.is_grad_enabled()) or _torch.is_in_dual_level():
         has_views = tensor.layout in (torch.strided, torch.jagged)  # a sparse tensor has no views
         marked = same_kind(Tensor.view_as(tensor, tensor) if has_views else Tensor.clone(tensor), tensor)
     mark_whole(marked)

@@ -6,8 +6,11 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
@@ -62,6 +65,16 @@ def test_nan_from_every_replica_is_one_nan(root: torch.device) -> None:
     assert math.isnan(gather([math.nan] * 3, root))
     assert math.isnan(gather([float("nan"), float("nan")], root))
     assert len(gather([1.0, float("nan")], root)) == 2
+
+
+@given(st.lists(st.sampled_from([(0, 2), (1, 2), (2, 2), (2, 1), (1,), (2,), ()]), min_size=2, max_size=3))
+def test_arrays_are_one_if_their_shapes_are_too(shapes: list[tuple[int, ...]]) -> None:
+    """NumPy repeats entries where shapes differ: no array may stand for another that has other entries."""
+    arrays = [np.ones(shape) for shape in shapes]
+    joined = gather(arrays, "cpu")
+    is_one = len({*shapes}) == 1
+    assert joined is arrays[0] if is_one else [*map(id, joined)] == [*map(id, arrays)]
+    assert len(gather([np.ones(2), np.ones(2, dtype=np.int64)], "cpu")) == 2
 
 
 def test_objects_are_leaves_whatever_their_comparison_does(root: torch.device) -> None:

@@ -114,11 +114,13 @@ def test_a_batch_is_the_loaders_again_when_the_next_is_asked_for(slots: list) ->
 def test_a_tangent_is_not_lost_on_the_way(make_slots: Callable[[int], list]) -> None:
     """Copies in no graph would drop it. A scatter cannot carry it either, nor can replicas, and a call says so."""
     for count, error, text in ((1, NotImplementedError, "jvp"), (2, RuntimeError, "dual_level")):
-        with forward_ad.dual_level():
-            x = forward_ad.make_dual(torch.ones(4, 3), torch.ones(4, 3))
-            assert not can_be_sent(x)
-            with pytest.raises(error, match=text):
-                DataParallel(Doubles(), make_slots(count))(x)
+        for recorded in (True, False):
+            with forward_ad.dual_level(), torch.set_grad_enabled(recorded):
+                x = forward_ad.make_dual(torch.ones(4, 3), torch.ones(4, 3))
+                assert not can_be_sent(x)
+                assert forward_ad.unpack_dual(whole(x)).tangent is not None
+                with pytest.raises(error, match=text):
+                    DataParallel(Doubles(), make_slots(count))(x)
 
 
 def test_a_call_sends_its_batch_to_all_slots_at_once(slots: list, copy_streams: list[torch.Stream]) -> None:
