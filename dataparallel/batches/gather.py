@@ -343,7 +343,7 @@ def _equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     try:
-        if any(getattr(a, name, None) != getattr(b, name, None) for name in ("shape", "dtype")):
+        if any(getattr(a, name, None) != getattr(b, name, None) for name in ("shape", "dtype", "mask")):
             return False  # arrays of other shapes may be equal where one of them is repeated
         answer = a == b
         # Arrays of one shape answer with an array; NaN is not even equal to itself.

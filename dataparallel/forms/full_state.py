@@ -228,7 +228,7 @@ def _model_and_optimizer_state(state: Any, optimizer: Optimizer | None) -> State
             "with an optimizer, expected the pair of the model's state dict and the optimizer's, which "
             f"full_state_dict(model, optimizer) returns; got {type(state).__name__}"
         )
-    if not {"state", "param_groups"} <= state[1].keys():
+    if not {"state", "param_groups"} <= state[1].keys() or not isinstance(state[1]["state"], Mapping):
         raise TypeError(
             "expected the optimizer's state dict as the second of the pair, with 'state' and 'param_groups'; got a "
             f"dict with {_listed(state[1])}"
@@ -243,12 +243,8 @@ def _check_model_state(model: nn.Module, given: Mapping[str, Any]) -> None:
         wrong.append(f"it lacks {_listed(missing)}")
     if unexpected := [name for name in given if name not in expected]:
         wrong.append(f"the model has no {_listed(unexpected)}")
-    wrong += [
-        f"{name!r} has the shape {tuple(value.shape)}, and {tuple(expected[name].shape)} in the model"
-        for name, value in given.items()
-        if isinstance(value, Tensor) and isinstance(expected.get(name), Tensor) and not is_lazy(expected[name])
-        if value.shape != expected[name].shape
-    ]
+    tensors = [(name, value) for name, value in given.items() if isinstance(expected.get(name), Tensor)]
+    wrong += [f"{name!r} {why}" for name, value in tensors if (why := _why_no_value(value, expected[name]))]
     if wrong:
         hint = hint_for_names(model, given)
         what = f"this state dict does not fit the {type(model).__name__}: {'; '.join(wrong)}"
@@ -263,6 +259,18 @@ def _check_model_state(model: nn.Module, given: Mapping[str, Any]) -> None:
                 f"{name!r} is on the meta device and in no state dict, so it would have no value: give it one before, "
                 f"on {str(_buffer_device(model))!r}"
             )
+
+
+def _why_no_value(value: Any, tensor: Tensor) -> str | None:
+    """Why ``value`` cannot be copied into a tensor of the model, in words; ``None`` if it can."""
+    if not isinstance(value, Tensor):
+        return f"is no tensor, but of type {type(value).__name__}"
+    if (value.layout, value.is_quantized) != (tensor.layout, tensor.is_quantized):
+        kind = "a quantised tensor" if value.is_quantized else f"a tensor of layout {value.layout}"
+        return f"is {kind}, and one of layout {tensor.layout} in the model"
+    if not is_lazy(tensor) and value.shape != tensor.shape:
+        return f"has the shape {tuple(value.shape)}, and {tuple(tensor.shape)} in the model"
+    return None
 
 
 def _buffer_device(model: nn.Module) -> torch.device:
@@ -281,15 +289,18 @@ def _check_optimizer_groups(optimizer: Optimizer, optimizer_state: Mapping[str, 
 
 
 def _check_optimizer_state(optimizer: Optimizer, optimizer_state: Mapping[str, Any]) -> None:
-    """Checks that each state has a parameter, and that the optimizer does not have its parameters in another order."""
+    """Checks that each state has a parameter, and fits it and the state that it has."""
     parameters = parameters_by_key(optimizer, optimizer_state)
     shapes: defaultdict[str, dict[Any, tuple[int, ...]]] = defaultdict(dict)  # by the name of the entry
     for key, state in optimizer_state["state"].items():
         if key not in parameters:
             raise ValueError(f"the saved state of the {type(optimizer).__name__} has a parameter {key!r} in no group")
+        checked(f"the saved state of parameter {key!r}", state, Mapping)
         for name, value in state.items():
             if isinstance(value, Tensor):
                 shapes[name][key] = tuple(value.shape)
+                if value.is_meta:
+                    raise ValueError(f"{name!r} of parameter {key!r} is on the meta device, and has no values")
     for name, saved in shapes.items():
         present = {key: tuple(parameters[key].shape) for key in saved}
         if saved != present and sorted(saved.values()) == sorted(present.values()):
@@ -299,6 +310,10 @@ def _check_optimizer_state(optimizer: Optimizer, optimizer_state: Mapping[str, A
                 f"{type(optimizer).__name__}; the parameter has {present[key]}. Make the optimizer with its parameters "
                 "in the same order"
             )
+    for key, state in optimizer_state["state"].items():
+        for name, own in optimizer.state.get(parameters[key], {}).items():
+            if isinstance(own, Tensor) and own.dim() > 0 and (why := _why_no_value(state.get(name, own), own)):
+                raise ValueError(f"{name!r} of parameter {key!r} {why.replace('the model', 'the optimizer')}")
 
 
 def _listed(names: Iterable[str]) -> str:

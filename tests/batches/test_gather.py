@@ -74,7 +74,14 @@ def test_arrays_are_one_if_their_shapes_are_too(shapes: list[tuple[int, ...]]) -
     joined = gather(arrays, "cpu")
     is_one = len({*shapes}) == 1
     assert joined is arrays[0] if is_one else [*map(id, joined)] == [*map(id, arrays)]
-    assert len(gather([np.ones(2), np.ones(2, dtype=np.int64)], "cpu")) == 2
+
+
+@pytest.mark.parametrize(
+    "other", [np.ones(2, dtype=np.int64), np.ma.array([1.0, 5.0], mask=[False, True])], ids=["dtype", "mask"]
+)
+def test_arrays_with_another_dtype_or_mask_differ(other: Any) -> None:
+    like = np.ma.array([1.0, 1.0]) if isinstance(other, np.ma.MaskedArray) else np.ones(2)
+    assert len(gather([like, other], "cpu")) == 2
 
 
 def test_objects_are_leaves_whatever_their_comparison_does(root: torch.device) -> None:

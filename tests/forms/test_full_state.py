@@ -317,6 +317,14 @@ def in_another_order(of_model: Any, of_optimizer: Any) -> Any:
     return of_model, of_optimizer
 
 
+def with_optimizers_value(value: Any) -> Callable[[Any, Any], Any]:
+    def change(of_model: Any, of_optimizer: Any) -> Any:
+        of_optimizer["state"][1]["exp_avg"] = value
+        return of_model, of_optimizer
+
+    return change
+
+
 def with_stranger(of_model: Any, of_optimizer: Any) -> Any:
     of_optimizer["state"][99] = {}
     return of_model, of_optimizer
@@ -339,6 +347,29 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], type[Exception], str]] = {
         with_value("position", torch.ones(6, 8, device="meta")),
         ValueError,
         "no values for 'position': they are on the meta device",
+    ),
+    "a number": (with_value("position", 3), ValueError, "'position' is no tensor, but of type int"),
+    "None": (with_value("position", None), ValueError, "'position' is no tensor, but of type NoneType"),
+    "a sparse tensor": (
+        with_value("position", torch.ones(6, 8).to_sparse()),
+        ValueError,
+        r"'position' is a tensor of layout torch.sparse_coo, and one of layout torch.strided in the model",
+    ),
+    "an optimizer's tensor of another shape": (
+        with_optimizers_value(torch.ones(2, 2)),
+        ValueError,
+        r"'exp_avg' of parameter 1 has the shape \(2, 2\), and \(.*\) in the optimizer",
+    ),
+    "an optimizer's number": (with_optimizers_value(3), ValueError, "'exp_avg' of parameter 1 is no tensor"),
+    "no values of an optimizer": (
+        with_optimizers_value(torch.ones(2, device="meta")),
+        ValueError,
+        "'exp_avg' of parameter 1 is on the meta device",
+    ),
+    "a list in place of an optimizer's state": (
+        lambda m, o: (m, {**o, "state": []}),
+        TypeError,
+        "expected the optimizer's state dict as the second of the pair",
     ),
     "no optimizer's state": (lambda m, o: m, TypeError, "expected the pair of the model's state dict and the optimi"),
     "not an optimizer's state": (lambda m, o: (m, {"epoch": 3}), TypeError, r"'state' and 'param_groups'.*'epoch'"),
