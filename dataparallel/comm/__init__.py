@@ -123,7 +123,7 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     the copies. The streams of the sources may go on when the sources have been read.
     """
     transport = transport_for("gather", _places([targets[0].device], [source.device for source in sources]), sources)
-    transport.copy_each(targets, sources, senders_wait=False)
+    transport.copy_each(targets, sources)
 
 
 @torch.no_grad()

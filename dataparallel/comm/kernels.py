@@ -236,13 +236,13 @@ def forget() -> None:
 class Cupy(Transport):
     """The transport by kernels, which copy and add memory of peers. torch's copies carry what they cannot."""
 
-    def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor], senders_wait: bool = True) -> None:
+    def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copies with one launch on each device that receives, all at a time. Torch copies what is not contiguous."""
         pairs = zip(targets, sources, strict=True)
         if launch([TensorRow(target, [source]) for target, source in pairs if target is not source]):
             hold_for_peers(sources, targets)
         else:
-            super().copy_each(targets, sources, senders_wait)
+            super().copy_each(targets, sources)
 
     def send_each(self, tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
         """See `copy_each`."""

@@ -7,11 +7,10 @@ bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,9 +19,6 @@ from dataparallel.comm.streams.current import are_pieces_under_way, piece_stream
 from dataparallel.comm.streams.held import hold_for_peers
 from dataparallel.comm.tables import summed_in
 from dataparallel.comm.transport import Transport
-
-Copy: TypeAlias = "Callable[[Tensor, Tensor], None]"
-"""Copies into the first tensor what is in the second one."""
 
 _ALIGNED = 128
 """Pieces begin at multiples of this number of elements, where a load or store of any width may begin."""
@@ -57,9 +53,9 @@ class TorchCopies(Transport):
         pieces, and later buffers would wait for it.
         """
         if self.route == "chain":
-            _broadcast_along_chain(source, buffers, self.pieces or _number_of_pieces(source), self.copy)
+            _broadcast_along_chain(source, buffers, self.pieces or _number_of_pieces(source))
         elif are_pieces_under_way([flat.device for flat in (source, *buffers)]):
-            _broadcast_along_chain(source, buffers, 1, self.copy)
+            _broadcast_along_chain(source, buffers, 1)
         else:
             super().broadcast_flat(source, buffers)
 
@@ -67,7 +63,7 @@ class TorchCopies(Transport):
         """The sum along a chain; along a star the destination adds one buffer after the other."""
         if self.route == "chain":
             flats = [*flats]
-            return _sum_along_chain(flats, destination, self.pieces or _number_of_pieces(flats[0]), self.copy)
+            return _sum_along_chain(flats, destination, self.pieces or _number_of_pieces(flats[0]))
         return super().add_up(flats, destination)
 
 
@@ -92,7 +88,7 @@ def _split(flat: Tensor, count: int) -> Sequence[Tensor]:
 # copies at a time would only share its link.
 
 
-def _broadcast_along_chain(source: Tensor, buffers: Sequence[Tensor], count: int, copy: Copy) -> None:
+def _broadcast_along_chain(source: Tensor, buffers: Sequence[Tensor], count: int) -> None:
     """Copies ``source`` in ``count`` pieces into the first buffer, from there into the second one, and so on."""
     flats = [source, *buffers]
     pieces = [_split(flat, count) for flat in flats]
@@ -103,11 +99,11 @@ def _broadcast_along_chain(source: Tensor, buffers: Sequence[Tensor], count: int
         for hop, piece in wavefront(len(buffers), len(pieces[0])):
             streams.use(devices[hop], first + piece if hop else 0)
             streams.use(devices[hop + 1], first + piece)
-            copy(pieces[hop + 1][piece], pieces[hop][piece])
+            pieces[hop + 1][piece].copy_(pieces[hop][piece])
     hold_for_peers(buffers, [source])
 
 
-def _sum_along_chain(flats: Sequence[Tensor], destination: torch.device, count: int, copy: Copy) -> Tensor:
+def _sum_along_chain(flats: Sequence[Tensor], destination: torch.device, count: int) -> Tensor:
     """The sum of ``flats`` in the order given, on ``destination``, in ``count`` pieces. It overwrites the buffers.
 
     The result goes into the first buffer that lies on the destination: its terms have been added when a piece of the
@@ -134,10 +130,10 @@ def _sum_along_chain(flats: Sequence[Tensor], destination: torch.device, count: 
             # The first device sends on stream 0, so the destination, which is often the first, receives on the other.
             streams.use(devices[at], 1 if at > last else piece if at else 0)
             if at > last:
-                copy(results[piece], totals[piece])
+                results[piece].copy_(totals[piece])
                 continue
             if at:
-                copy(sums[at][piece], sums[at - 1][piece])
+                sums[at][piece].copy_(sums[at - 1][piece])
             for term in terms[at]:
                 sums[at][piece].add_(term[piece])
             if at == last and wide != dtype:

@@ -68,11 +68,8 @@ class Transport:
         """Copies the data into ``target``, of the same shape, on any device. By default torch copies it."""
         target.copy_(source)
 
-    def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor], senders_wait: bool = True) -> None:
-        """Copies source i into target i, unless it is the same tensor. The caller holds the memory for peers.
-
-        Without ``senders_wait`` the streams of the sources may go on when the sources have been read.
-        """
+    def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copies source i into target i, unless it is the same tensor. The caller holds the memory for peers."""
         for target, source in zip(targets, sources, strict=True):
             if target is not source:
                 self.copy(target, source)

@@ -24,7 +24,6 @@ from dataparallel.comm.host import ThroughHost
 from dataparallel.comm.kernels import Cupy
 from dataparallel.comm.peer_kernels import why_not_by_default
 from dataparallel.comm.peers import PEER_CHECK_VARIABLE, Pair, failed_pairs, peers_are_checked
-from dataparallel.comm.relays import RelayedCopies, relays_between
 from dataparallel.comm.routes import STAR, TorchCopies
 from dataparallel.comm.settings import CommSettings
 from dataparallel.comm.transport import Transport
@@ -185,8 +184,7 @@ def _cached_transport(
         return Cupy()
     if choice.transport == "host":
         return ThroughHost()
-    relays = relays_between(devices)
-    return RelayedCopies(choice.route, relays=relays) if relays else TorchCopies(choice.route)
+    return TorchCopies(choice.route)
 
 
 def why_no_tables(slots: Sequence[torch.device]) -> str | None:

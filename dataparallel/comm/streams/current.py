@@ -33,7 +33,6 @@ _STREAMS: Mapping[str, tuple[int, ...]] = {
     "collectives": (1,),
     "peers are checked": (1,),
     "inputs": (2,),
-    "relays": (2,),
     "sums": (3,),
     "deliveries meet": (3,),
     "gradients": (3, 4, 5, 6),
@@ -55,8 +54,6 @@ purposes that wait for each other anyway:
   for its pulls at its end, and need not wait for sums, except the last pass.
 - In backward a gather ahead waits for the last sums, for which ``sums meet`` stands.
 - The first owner's sum waits for the deliveries that meet.
-- Inputs arrive before a step copies between devices, so relays take their stream. On a relay the next inputs wait for
-  what it still passes on.
 - Shards leave for several slots on four streams in turn. With two, a device waits for slots that lag.
 
 ``hooks`` and ``collectives`` launch work that waits for other machines, which runs on streams of the process group.
