@@ -25,17 +25,16 @@ from dataparallel.comm.checks import (
     why_not_gatherable,
 )
 from dataparallel.comm.settings import using
-from dataparallel.comm.transport import Allocate, FlatBroadcast, Later, Transport
-from dataparallel.comm.transport_choice import Choice, choose_transport, transport_for
+from dataparallel.comm.tables import TensorRow
+from dataparallel.comm.transport import Allocate, FlatBroadcast, Later
+from dataparallel.comm.transport_choice import transport_for
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
 __all__ = [
-    "Choice",
     "add_flat",
     "broadcast",
     "broadcast_coalesced",
     "broadcast_into",
-    "choose_transport",
     "copy_each",
     "gather",
     "near_equal_sizes",
@@ -43,6 +42,7 @@ __all__ = [
     "reduce_add_coalesced",
     "reduce_scatter",
     "scatter",
+    "scatter_coalesced",
     "sums_travel_flat",
     "using",
 ]
@@ -70,12 +70,12 @@ def broadcast(
                 raise ValueError(
                     f"out[{index}] has shape {tuple(target.shape)}, the tensor to broadcast {tuple(tensor.shape)}"
                 )
-        transport = transport_for("broadcast", _places([tensor.device], [target.device for target in out]), [tensor])
+        transport = transport_for("broadcast", [tensor.device, *(target.device for target in out)], [tensor])
         transport.broadcast_into(out, tensor)
         return tuple(out)
     assert devices is not None
     slots = resolve_each(devices)
-    transport = transport_for("broadcast", _places([tensor.device], slots), [tensor])
+    transport = transport_for("broadcast", [tensor.device, *slots], [tensor])
     return tuple(transport.broadcast(tensor, slots))
 
 
@@ -111,7 +111,7 @@ def broadcast_coalesced(
     """
     check_movable(tensors)
     slots, buffer_size = resolve_each(devices), checked("buffer_size", buffer_size, int, above=0)
-    transport = transport_for("broadcast", _places([tensor.device for tensor in tensors], slots), tensors, buffer_size)
+    transport = transport_for("broadcast", [*(tensor.device for tensor in tensors), *slots], tensors, buffer_size)
     return transport.broadcast_coalesced(tensors, slots, buffer_size, own=own_storage, planned=planned, later=later)
 
 
@@ -122,7 +122,7 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     Source i and target i have the same shape; all have one dtype. All targets are on one device, whose stream waits for
     the copies. The streams of the sources may go on when the sources have been read.
     """
-    transport = transport_for("gather", _places([targets[0].device], [source.device for source in sources]), sources)
+    transport = transport_for("gather", [tensor.device for tensor in (*targets, *sources)], sources)
     transport.copy_each(targets, sources)
 
 
@@ -133,8 +133,9 @@ def reduce_scatter(matrices: Sequence[Tensor], out: Sequence[Tensor], empty: All
     The matrices are contiguous, of one shape and dtype. The dtype of ``out``, in which terms are added, may be wider.
     ``empty`` allocates a buffer that receives a row, like the row and on a device.
     """
-    places = _places([target.device for target in out], [matrix.device for matrix in matrices])
-    transport_for("reduce_scatter", places, matrices[:1]).reduce_scatter(matrices, out, empty)
+    rows = [TensorRow(target, [matrix[at] for matrix in matrices]) for at, target in enumerate(out)]
+    devices = [tensor.device for tensor in (*out, *matrices)]
+    transport_for("reduce_scatter", devices, matrices[:1]).execute(rows, empty)
 
 
 @torch.no_grad()
@@ -150,7 +151,7 @@ def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) 
     inputs = list(inputs)
     check_summable(inputs)
     target = inputs[0].device if destination is None else resolve(destination)
-    transport = transport_for("reduce_add", _places([target], [tensor.device for tensor in inputs]), inputs[:1])
+    transport = transport_for("reduce_add", [target, *(tensor.device for tensor in inputs)], inputs[:1])
     return transport.reduce_add(inputs, target)
 
 
@@ -181,8 +182,8 @@ def reduce_add_coalesced(
     for position, terms in enumerate(zip(*inputs, strict=True)):
         check_summable(terms, f" at position {position}")
     target = inputs[0][0].device if destination is None else resolve(destination)
-    places = _places([target], [tensors[0].device for tensors in inputs])
-    transport = transport_for("reduce_add", places, inputs[0], buffer_size)
+    devices = [target, *(tensors[0].device for tensors in inputs)]
+    transport = transport_for("reduce_add", devices, inputs[0], buffer_size)
     return tuple(transport.reduce_add_coalesced(inputs, target, buffer_size))
 
 
@@ -203,7 +204,7 @@ def add_flat(
     ``travelling`` opens the context in which buffers are copied and added, and may make other streams current. Its
     argument lists all buffers that are used there.
     """
-    transport = transport_for("reduce_add", _places([destination], [flat.device for flat in flats]), flats[:1])
+    transport = transport_for("reduce_add", [destination, *(flat.device for flat in flats)], flats[:1])
     if travelling is None:
         return transport.add_up(flats, destination)
     # The sum's memory is allocated outside of the context, so that it belongs to the caller's current stream.
@@ -253,7 +254,7 @@ def scatter(
             raise ValueError(
                 f"the sizes of out along dimension {dim} add up to {total}, the tensor has {tensor.shape[dim]}"
             )
-        transport = transport_for("scatter", _places([tensor.device], [target.device for target in out]), [tensor])
+        transport = transport_for("scatter", [tensor.device, *(target.device for target in out)], [tensor])
         transport.execute(tables.scatter(tensor, out, dim))
         return tuple(out)
     assert devices is not None
@@ -263,12 +264,19 @@ def scatter(
     else:
         sizes = check_chunk_sizes(chunk_sizes, len(slots), tensor.shape[dim])
     used = slots[: len(sizes)]
-    return tuple(transport_to_scatter(tensor, used).scatter(tensor, used, sizes, dim))
+    transport = transport_for("scatter", [tensor.device, *used], [tensor])
+    return tuple(transport.scatter(tensor, used, sizes, dim))
 
 
-def transport_to_scatter(tensor: Tensor, slots: Sequence[torch.device]) -> Transport:
-    """What scatters a tensor, and others from its device, over the slots. It records what the caller records."""
-    return transport_for("scatter", _places([tensor.device], slots), [tensor])
+def scatter_coalesced(
+    tensors: Sequence[Tensor], slots: Sequence[torch.device], sizes: Sequence[int], dim: int
+) -> list[list[Tensor]]:
+    """The chunks of each tensor, of these sizes. All are on one device, and `travels_flat` is true for each.
+
+    It records what the caller records. What one slot gets travels in one flat buffer for each dtype.
+    """
+    transport = transport_for("scatter", [tensors[0].device, *slots], tensors[:1])
+    return transport.scatter_coalesced(tensors, slots, sizes, dim)
 
 
 @torch.no_grad()
@@ -302,7 +310,7 @@ def gather(
             target = first.device
         else:
             target = CPU if destination == -1 else resolve(destination)
-        transport = transport_for("gather", _places([target], [tensor.device for tensor in tensors]), tensors)
+        transport = transport_for("gather", [target, *(tensor.device for tensor in tensors)], tensors)
         return transport.gather(tensors, dim % first.dim(), target)
     if destination is not None:
         raise ValueError("out has a device already; pass only one of destination and out")
@@ -313,11 +321,6 @@ def gather(
         raise ValueError(f"out has dtype {out.dtype}, the gathered tensors {first.dtype}")
     if list(out.shape) != shape:
         raise ValueError(f"out has shape {tuple(out.shape)}, the gathered tensors {tuple(shape)}")
-    transport = transport_for("gather", _places([out.device], [tensor.device for tensor in tensors]), tensors)
+    transport = transport_for("gather", [out.device, *(tensor.device for tensor in tensors)], tensors)
     transport.execute(tables.gather(tensors, out, dim))
     return out
-
-
-def _places(ends: Sequence[torch.device], slots: Sequence[torch.device]) -> list[torch.device]:
-    """The devices of a call: first those of ``ends`` that are not slots, then the slots."""
-    return [*dict.fromkeys(end for end in ends if end not in slots), *slots]

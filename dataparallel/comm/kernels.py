@@ -8,7 +8,6 @@ A kernel runs on one device and reads and writes the memory of its peers. `Devic
 from __future__ import annotations
 
 import functools
-import importlib.util
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, combinations, permutations
@@ -111,24 +110,18 @@ OPTIONS = ("--std=c++17",)
 _reachable: set[frozenset[torch.device]] = set()
 
 
-def why_not(devices: Iterable[torch.device] | None = None) -> str | None:
-    """Why the kernels cannot be launched on those of ``devices`` that are on CUDA, in words; ``None`` if they can.
-
-    Without ``devices`` the function does not import CuPy, so it finds fewer reasons.
-    """
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
+def why_not(devices: Sequence[torch.device]) -> str | None:
+    """Why the kernels cannot be launched on these distinct accelerators, in words; ``None`` if they can."""
+    if devices[0].type != "cuda":
+        has_its_own = hasattr(torch.get_device_module(devices[0].type), "launch_rows")
+        return None if has_its_own else f"the kernels are for CUDA devices, and {devices[0]} is none"
     if torch.version.hip is not None:
         return "torch is built for ROCm, on which the kernels have not been tried"
-    if importlib.util.find_spec("cupy") is None:
-        return "CuPy is not installed"
-    if devices is None:
-        return None
     try:
         import cupy  # noqa: F401
     except Exception as error:  # a broken installation may raise anything
-        return f"cupy cannot be imported ({type(error).__name__}: {error})"
-    for one, other in permutations(dict.fromkeys(device for device in devices if device.type == "cuda"), 2):
+        return f"CuPy cannot be imported ({type(error).__name__}: {error})"
+    for one, other in permutations(devices, 2):
         if not torch.cuda.can_device_access_peer(one, other):
             return f"it needs peer access between all devices, and {one} and {other} have none"
     return None

@@ -41,10 +41,6 @@ class FlatBroadcast(NamedTuple):
     send: Callable[[Tensor], Any]
     buffers: Sequence[Tensor]
 
-    def read(self, own: bool = True) -> Tensor:
-        """The flat buffer with the tensors' current values. If it is its ``own`` memory, they may be changed then."""
-        return flatten(self.bucket, self.tensors, own)
-
 
 Later: TypeAlias = "Callable[[FlatBroadcast], object]"
 """Receives the broadcast of a bucket, and launches it later."""
@@ -53,10 +49,8 @@ Later: TypeAlias = "Callable[[FlatBroadcast], object]"
 class Transport:
     """Copies and sums tensors across devices. Results own their memory unless a method says otherwise."""
 
-    @property
-    def flattens_single_tensors(self) -> bool:
-        """True if a call with one tensor uses flat buffers too, because they travel faster."""
-        return True
+    flattens_single_tensors = True
+    """True if a call with one tensor uses flat buffers too, because they travel faster."""
 
     # ---- how data moves: what a transport defines --------------------------------------------------------------------
 
@@ -97,13 +91,6 @@ class Transport:
         for flat in remaining:
             total.add_(self.to_device(flat, destination))
         return total.to(first.dtype)
-
-    def reduce_scatter(
-        self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate = torch.empty_like
-    ) -> None:
-        """Copies row j of the sum of the matrices into ``out[j]``; see `comm.reduce_scatter`. By default by copies."""
-        rows = [TensorRow(target, [matrix[at] for matrix in matrices]) for at, target in enumerate(out)]
-        self.execute(rows, empty)
 
     # ---- what a plan says --------------------------------------------------------------------------------------------
 
@@ -230,11 +217,10 @@ class Transport:
             others = [device for device in dict.fromkeys(devices) if device != first.device]
             buffers = {device: torch.empty(bucket.numel, dtype=first.dtype, device=device) for device in others}
             send = partial(self.broadcast_flat, buffers=[*buffers.values()])
-            broadcast = FlatBroadcast(bucket.indices, bucket, tensors, send, [*buffers.values()])
             if later is None:
-                send(flat := broadcast.read(own=False))
+                send(flat := flatten(bucket, tensors, own=False))
             else:
-                later(broadcast)
+                later(FlatBroadcast(bucket.indices, bucket, tensors, send, [*buffers.values()]))
             arrived = {device: unflatten(bucket, buffer) for device, buffer in buffers.items()}
             for slot in needing:
                 parts = arrived.pop(devices[slot], None) if own else arrived[devices[slot]]

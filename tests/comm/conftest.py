@@ -12,6 +12,10 @@ from kernel_runner import Kernels
 
 from dataparallel.comm import transport_choice
 from dataparallel.comm.kernels import DeviceTable
+from dataparallel.comm.settings import TRANSPORT_VARIABLE
+
+ROUTES = {"star": 2**62, "chain": 0}
+"""Ways of plain copies between three devices or more: below how many bytes they take a star."""
 
 
 @pytest.fixture
@@ -20,6 +24,16 @@ def forgetful() -> Iterator[None]:
     transport_choice.forget()
     yield
     transport_choice.forget()
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How all tensors travel, in every thread: one of `ROUTES`, or a transport. Tests give it by ``indirect``."""
+    name: str = request.param
+    monkeypatch.setenv(TRANSPORT_VARIABLE, "copy" if name in ROUTES else name)
+    if name in ROUTES:
+        monkeypatch.setattr(transport_choice, "STAR_BELOW_BYTES", ROUTES[name])
+    return name
 
 
 @pytest.fixture

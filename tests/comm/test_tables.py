@@ -315,7 +315,7 @@ def test_rows_of_matrices_are_added_in_slot_order(
     out = [torch.full((columns,), 7, dtype=wide, device=device) for device in on]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dataparallel.comm.transport._OVERLAP_ABOVE_BYTES", sent_on_another_stream_above)
-        transport.reduce_scatter(there, out)
+        transport.execute([TensorRow(row, [matrix[at] for matrix in there]) for at, row in enumerate(out)])
     expected = functools.reduce(torch.add, [matrix.to(wide) for matrix in matrices])
     assert torch.equal(torch.stack([row.cpu() for row in out]), expected)
     assert all(map(torch.equal, [matrix.cpu() for matrix in there], matrices))
