@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain, combinations, permutations
 from operator import add
 from pathlib import Path
@@ -24,7 +24,7 @@ from dataparallel._torch import current_stream_at
 from dataparallel.comm.buckets import travels_flat
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.comm.streams.held import hold_for_peers
-from dataparallel.comm.tables import Place, Table, TableRow, TensorRow, summed_in
+from dataparallel.comm.tables import Place, Table, TableRow, TensorRow
 from dataparallel.comm.transport import Allocate, Transport
 from dataparallel.forks import in_forked_child
 
@@ -236,24 +236,6 @@ class Cupy(Transport):
             hold_for_peers(sources, targets)
         else:
             super().copy_each(targets, sources)
-
-    def send_each(self, tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-        """See `copy_each`."""
-        if not all(map(travels_flat, tensors)):
-            return super().send_each(tensors, devices)
-        pairs = zip(tensors, devices, strict=True)
-        sent = [each if each.device == device else torch.empty_like(each, device=device) for each, device in pairs]
-        self.copy_each(sent, tensors)
-        return sent
-
-    def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
-        """Adds with one launch, see `add_terms`."""
-        flats = [*flats]
-        first, wide = flats[0], summed_in(flats[0].dtype)
-        is_there = first.device == destination and first.dtype == wide
-        total = first if is_there else torch.empty_like(first, dtype=wide, device=destination)
-        self.execute([TensorRow(total, flats)])
-        return total.to(first.dtype)
 
     def add_terms(self, rows: Sequence[TensorRow], empty: Allocate) -> list[Tensor]:
         """Adds with one launch on each device that has targets. Torch adds in dtypes that have no kernel."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
 
@@ -77,13 +77,12 @@ class Chain(Transport):
                 pieces[hop + 1][piece].copy_(pieces[hop][piece])
         hold_for_peers(buffers, [source])
 
-    def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
+    def add_up(self, flats: Sequence[Tensor], destination: torch.device) -> Tensor:
         """The sum of ``flats`` in the order given, on ``destination``. It overwrites the buffers.
 
         The result goes into the first buffer that lies on the destination: its terms have been added when a piece of
         the sum arrives. Each device that receives needs memory for one buffer of partial sums.
         """
-        flats = [*flats]
         count = self._pieces or _number_of_pieces(flats[0])
         dtype, wide = flats[0].dtype, summed_in(flats[0].dtype)
         # Consecutive buffers on one device, which adds them all before it sends the sum on.

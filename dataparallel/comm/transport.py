@@ -7,7 +7,7 @@ to order a copy, it is enough to make one of the two streams wait. The host wait
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -68,11 +68,6 @@ class Transport:
             if target is not source:
                 self.copy(target, source)
 
-    def send_each(self, tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-        """Each tensor on its device: itself if it is there already. By default they are sent one after the other."""
-        pairs = zip(tensors, devices, strict=True)
-        return [tensor if device == tensor.device else self.send(tensor, device) for tensor, device in pairs]
-
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         """Copies the flat buffer ``source`` into ``buffers`` of its size. By default along a star.
 
@@ -80,16 +75,12 @@ class Transport:
         """
         self.execute(tables.broadcast(source, buffers))
 
-    def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
-        """The sum of flat buffers, added in the order given, on ``destination``. It may overwrite the buffers.
-
-        By default the destination takes a buffer from ``flats`` when it has added the buffer before.
-        """
-        remaining = iter(flats)
-        first = next(remaining)
-        total = self.to_device(first, destination).to(summed_in(first.dtype))
-        for flat in remaining:
-            total.add_(self.to_device(flat, destination))
+    def add_up(self, flats: Sequence[Tensor], destination: torch.device) -> Tensor:
+        """The sum of flat buffers, added in the order given, on ``destination``. It may overwrite the buffers."""
+        first, wide = flats[0], summed_in(flats[0].dtype)
+        is_there = first.device == destination and first.dtype == wide
+        total = first if is_there else torch.empty_like(first, dtype=wide, device=destination)
+        self.execute([TensorRow(total, flats)])
         return total.to(first.dtype)
 
     # ---- what a plan says --------------------------------------------------------------------------------------------
@@ -107,7 +98,7 @@ class Transport:
         hold_for_peers(received, [term for row in rows for term in row.terms])
 
     def add_terms(self, rows: Sequence[TensorRow], empty: Allocate) -> list[Tensor]:
-        """Executes rows with several terms, and returns the memory to hold for peers: buffers that have received some.
+        """Executes rows with several terms, and returns the memory to hold for peers: that which has received terms.
 
         Where each device adds terms of all, it receives in each step from another one than the others do, so that all
         links are busy.
@@ -134,7 +125,7 @@ class Transport:
                     target.add_(term)
                 elif term.data_ptr() != target.data_ptr():
                     target.copy_(term)
-        return [*buffers.values()]
+        return [*buffers.values(), *(row.target for row in rows)]
 
     # ---- one tensor --------------------------------------------------------------------------------------------------
 
@@ -268,9 +259,7 @@ class Transport:
             for term in terms[2:]:
                 _torch.foreach_add_(totals, term)
             return list(totals)
-        # A generator, because a star flattens the next slot's tensors when it has added the buffer before.
-        flats = (flatten(bucket, tensors) for tensors in inputs)
-        return unflatten(bucket, self.add_up(flats, destination))
+        return unflatten(bucket, self.add_up([flatten(bucket, tensors) for tensors in inputs], destination))
 
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
@@ -284,8 +273,13 @@ class Transport:
             chunks = [Tensor.narrow_copy(whole, dim, start, size) for start, size in zip(starts, sizes, strict=True)]
         else:
             chunks = list(torch.split_with_sizes(Tensor.detach(tensor), list(sizes), dim))
-        moved = self.send_each(chunks, devices)
-        hold_for_peers(moved, [tensor])
+        pairs = [*zip(chunks, devices, strict=True)]
+        if all(map(travels_flat, chunks)):
+            moved = [chunk if chunk.device == on else torch.empty_like(chunk, device=on) for chunk, on in pairs]
+            self.execute([TensorRow(target, [chunk]) for target, chunk in zip(moved, chunks, strict=True)])
+        else:
+            moved = [chunk if chunk.device == on else self.send(chunk, on) for chunk, on in pairs]
+            hold_for_peers(moved, [tensor])
         return [same_kind(chunk, tensor, self.send) for chunk in moved]
 
     def scatter_coalesced(
