@@ -78,7 +78,7 @@ class Packing:
         self._layouts: dict[int, FlatLayout] = {}
         self._buckets: dict[tuple[int, ...], Bucket] = {}
         self.planned: Planned | None = None  # the plan by which the parameters travel as a flat buffer, if they do
-        if comm.sums_travel_flat(slots, tensors):
+        if any(slot != tensors[0].device for slot in slots):
             self.planned = plan_buckets(tensors, sys.maxsize)
             buckets, _ = self.planned
             if any(bucket.keeps_repeats for bucket in buckets):  # gradients have no repeated elements

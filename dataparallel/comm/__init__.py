@@ -43,7 +43,6 @@ __all__ = [
     "reduce_scatter",
     "scatter",
     "scatter_coalesced",
-    "sums_travel_flat",
     "using",
 ]
 
@@ -185,11 +184,6 @@ def reduce_add_coalesced(
     devices = [target, *(tensors[0].device for tensors in inputs)]
     transport = transport_for("reduce_add", devices, inputs[0], buffer_size)
     return tuple(transport.reduce_add_coalesced(inputs, target, buffer_size))
-
-
-def sums_travel_flat(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> bool:
-    """True if gradients of ``tensors``, on each of ``slots``, travel to the tensors' device, in flat buffers."""
-    return any(slot != tensors[0].device for slot in slots)
 
 
 @torch.no_grad()

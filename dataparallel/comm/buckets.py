@@ -228,12 +228,6 @@ def flatten(bucket: Bucket, tensors: Sequence[Tensor], own: bool = True) -> Tens
     )
 
 
-def flatten_into(bucket: Bucket, tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """`flatten` into ``flat``, which is on the tensors' device and has the bucket's dtype and number of elements."""
-    layouts = zip(bucket.indices, bucket.layouts, strict=True)
-    torch.cat([_flat_view(tensors[index], layout) for index, layout in layouts], out=flat)
-
-
 def _flat_view(tensor: Tensor, layout: FlatLayout) -> Tensor:
     core = tensor
     if layout.core_shape != layout.shape:

@@ -26,7 +26,6 @@ from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.comm.streams.held import hold_for_peers
 from dataparallel.comm.tables import Place, Table, TableRow, TensorRow
 from dataparallel.comm.transport import Allocate, Transport
-from dataparallel.forks import in_forked_child
 
 THREADS = 256
 """Threads per block. The kernels are compiled for at most this number."""
@@ -217,13 +216,6 @@ def _function(kernel: str, device_index: int) -> Any:
         return cupy.RawModule(code=_SOURCE.read_text(encoding="utf-8"), options=OPTIONS).get_function(kernel)
     except Exception as error:  # CuPy raises its own if the compiler fails, and others if there is no compiler
         raise RuntimeError(f"CuPy cannot compile the kernels ({type(error).__name__}: {error})") from error
-
-
-@in_forked_child
-def forget() -> None:
-    """Forgets which pairs are mapped, in a forked child, where the parent's mappings are not valid."""
-    _reachable.clear()
-    _table_of.cache_clear()
 
 
 class Cupy(Transport):

@@ -12,7 +12,6 @@ import logging
 import sys
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,20 +23,17 @@ from dataparallel.comm.peers import PEER_CHECK_VARIABLE, failed_pairs, peers_are
 from dataparallel.comm.routes import STAR, Chain
 from dataparallel.comm.transport import Transport
 from dataparallel.devices import CPU
-from dataparallel.forks import in_forked_child
 
 log = logging.getLogger("dataparallel")
-
-Collective: TypeAlias = Literal["broadcast", "reduce_add", "gather", "scatter", "reduce_scatter"]
 
 STAR_BELOW_BYTES = 2**20
 """Below this a chain's many launches cost more than the copies that it saves the root."""
 
 
 def transport_for(
-    work: Collective, devices: Iterable[torch.device], tensors: Sequence[Tensor], cap_bytes: int = sys.maxsize
+    work: str, devices: Iterable[torch.device], tensors: Sequence[Tensor], cap_bytes: int = sys.maxsize
 ) -> Transport:
-    """The transport for a call between ``devices``.
+    """The transport for a call between ``devices``: a broadcast, reduce_add, gather, scatter or reduce_scatter.
 
     ``tensors``: the tensors that each device receives in a broadcast, or brings to a sum. They travel in buckets of
     ``cap_bytes``.
@@ -55,7 +51,7 @@ def transport_for(
 
 @lru_cache(maxsize=4096)
 def _transport(
-    work: Collective, devices: tuple[torch.device, ...], is_large: bool, asked: str | None, check_peers: bool
+    work: str, devices: tuple[torch.device, ...], is_large: bool, asked: str | None, check_peers: bool
 ) -> Transport:
     if asked == "host":
         return ThroughHost()
@@ -109,10 +105,3 @@ def _why_no_tables(devices: tuple[torch.device, ...], asked: str | None, check_p
             "tensors of sharded models travel by plain copies between %s: %s", ", ".join(map(str, devices)), problem
         )
     return problem
-
-
-@in_forked_child
-def forget() -> None:
-    """Forgets all transports: a forked child, and a test that changes what is available, chooses again."""
-    _transport.cache_clear()
-    _why_no_tables.cache_clear()

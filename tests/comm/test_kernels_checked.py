@@ -17,14 +17,7 @@ from dataparallel.comm.kernels import DeviceTable
 from dataparallel.comm.peers import kernels_pass_check, why_no_kernels_by_default
 from dataparallel.comm.transport_choice import why_no_tables
 
-pytestmark = pytest.mark.slots(4)
-
-
-@pytest.fixture(autouse=True)
-def forgetful() -> Any:
-    """No test knows the results of another one's check."""
-    yield
-    transport_choice.forget()
+pytestmark = [pytest.mark.slots(4), pytest.mark.usefixtures("forgetful")]
 
 
 @pytest.mark.devices("sim", "cuda")
@@ -81,7 +74,7 @@ def test_the_check_finds_a_device_whose_kernels_are_wrong(
 def test_after_a_check_that_failed_copies_serve_and_the_log_says_so_once(
     peer_devices: list, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    transport_choice.forget()
+    transport_choice._why_no_tables.cache_clear()
     monkeypatch.setattr(peers, "kernels_pass_check", lambda devices: False)
     with caplog.at_level(logging.INFO, logger="dataparallel"):
         for _ in range(2):

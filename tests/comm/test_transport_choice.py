@@ -56,7 +56,7 @@ def failed(monkeypatch: pytest.MonkeyPatch) -> list:
 
 def chosen(work: str, where: list, nbytes: int = LARGE, asked: str | None = None) -> type:
     with comm.using(transport=asked):
-        return type(transport_for(work, where, [torch.empty(nbytes, dtype=torch.uint8, device="meta")]))  # type: ignore[arg-type]
+        return type(transport_for(work, where, [torch.empty(nbytes, dtype=torch.uint8, device="meta")]))
 
 
 # devices, work, bytes, class

@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.comm.buckets import (
-    PLAIN_TYPES,
-    SMALL_BYTES,
-    Bucket,
-    flatten_into,
-    is_dense,
-    send_packed,
-    travels_flat,
-)
+from dataparallel.comm.buckets import PLAIN_TYPES, SMALL_BYTES, Bucket, flatten, is_dense, send_packed, travels_flat
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.kinds import alias, same_kind
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
@@ -193,9 +185,7 @@ def _copy_together(tensors: Sequence[SentTensor], slots: Sequence[torch.device],
     """Starts the copies of small tensors that are cut alike. None reads the caller's memory, also if it is pinned."""
 
     def send_pinned(slot: int, bucket: Bucket, parts: Sequence[Tensor]) -> Tensor:
-        pinned = torch.empty(bucket.numel, dtype=parts[bucket.indices[0]].dtype, pin_memory=True)
-        flatten_into(bucket, parts, pinned)
-        return _copy_of(pinned, slots[slot])
+        return _copy_of(flatten(bucket, parts).pin_memory(), slots[slot])
 
     by_slot = [*zip(*(each.parts() for each in tensors), strict=True)]
     for tensor, chunks in zip(tensors, zip(*send_packed(by_slot, sizes, send_pinned), strict=True), strict=True):

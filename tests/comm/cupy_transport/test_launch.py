@@ -1,8 +1,7 @@
 """Launching the kernels: the reasons why it is impossible here, and what comes before it."""
 
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,6 @@ import torch
 from clocked import counted
 from dataparallel.comm import kernels as launching
 from dataparallel.comm.kernels import make_reachable, why_not
-from processes import run_script
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 
@@ -80,13 +78,12 @@ def test_devices_without_peer_access_in_both_directions_are_a_reason(
 
 
 @pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The copies between pairs of devices, which are not made."""
     found: list[tuple[int, int]] = []
     monkeypatch.setattr(launching, "_copy", lambda source, target: found.append((source.index, target.index)))
-    launching.forget()
-    yield found
-    launching.forget()
+    monkeypatch.setattr(launching, "_reachable", set())
+    return found
 
 
 def test_each_pair_is_copied_between_once_in_both_directions(copied: list[tuple[int, int]]) -> None:
@@ -119,27 +116,6 @@ def test_what_is_copied_is_one_byte_from_device_to_device(slots: list) -> None:
     with counted() as counts:
         launching._copy(slots[0], slots[1])
     assert counts.copied == {(slots[0].index, slots[1].index): 1}
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-def test_a_forked_child_copies_again() -> None:
-    run_script("""
-import os, warnings
-import torch
-from dataparallel.comm import kernels as launching
-warnings.simplefilter("ignore")
-copied = []
-launching._copy = lambda source, target: copied.append((source.index, target.index))
-one, other = torch.device("cpu", 0), torch.device("cpu", 1)
-launching.make_reachable([one, other])
-assert copied == [(0, 1), (1, 0)]
-child = os.fork()
-if child == 0:
-    launching.make_reachable([one, other])
-    os._exit(0 if len(copied) == 4 else 1)
-assert os.WEXITSTATUS(os.waitpid(child, 0)[1]) == 0
-""")
 
 
 class CompileException(Exception):

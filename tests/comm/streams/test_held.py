@@ -31,7 +31,7 @@ class Event:
 
 @pytest.fixture(autouse=True)
 def nothing_else() -> None:
-    held.let_go()
+    held._held.clear()
 
 
 @pytest.mark.devices("cuda")
@@ -93,7 +93,7 @@ class TestMemory:
         if child == 0:
             os._exit(storage.expired())
         assert os.waitpid(child, 0)[1] == 0
-        held.let_go()
+        held._held.clear()
         assert storage.expired()
 
 
