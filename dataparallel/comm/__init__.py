@@ -15,18 +15,19 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel.arguments import checked
 from dataparallel.comm import tables
-from dataparallel.comm.buckets import DEFAULT_CAP_BYTES, Bucket, Planned
+from dataparallel.comm.buckets import DEFAULT_CAP_BYTES, Bucket, Planned, flatten, send_packed
 from dataparallel.comm.checks import (
     check_chunk_sizes,
     check_exactly_one,
     check_movable,
+    check_out,
     check_summable,
     near_equal_sizes,
     why_not_gatherable,
 )
 from dataparallel.comm.settings import using
 from dataparallel.comm.tables import TensorRow
-from dataparallel.comm.transport import Allocate, FlatBroadcast, Later
+from dataparallel.comm.transport import Allocate, Later
 from dataparallel.comm.transport_choice import transport_for
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
@@ -34,7 +35,6 @@ __all__ = [
     "add_flat",
     "broadcast",
     "broadcast_coalesced",
-    "broadcast_into",
     "copy_each",
     "gather",
     "near_equal_sizes",
@@ -63,24 +63,14 @@ def broadcast(
     check_movable([tensor])
     check_exactly_one(devices, out)
     if out is not None:
-        check_movable(out)
-        for index, target in enumerate(out):
-            if target.shape != tensor.shape:
-                raise ValueError(
-                    f"out[{index}] has shape {tuple(target.shape)}, the tensor to broadcast {tuple(tensor.shape)}"
-                )
+        check_out(out, [tensor.shape] * len(out))
         transport = transport_for("broadcast", [tensor.device, *(target.device for target in out)], [tensor])
         transport.broadcast_into(out, tensor)
         return tuple(out)
     assert devices is not None
     slots = resolve_each(devices)
     transport = transport_for("broadcast", [tensor.device, *slots], [tensor])
-    return tuple(transport.broadcast(tensor, slots))
-
-
-def broadcast_into(buffers: Sequence[Tensor], bucket: Bucket, tensors: Sequence[Tensor]) -> FlatBroadcast:
-    """The broadcast of a bucket of ``tensors`` into flat buffers of its size. The caller launches it."""
-    return FlatBroadcast(bucket.indices, bucket, tensors, lambda flat: broadcast(flat, out=buffers), buffers)
+    return tuple(copy for (copy,) in transport.broadcast_coalesced([tensor], slots, own=False))
 
 
 @torch.no_grad()
@@ -151,7 +141,8 @@ def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) 
     check_summable(inputs)
     target = inputs[0].device if destination is None else resolve(destination)
     transport = transport_for("reduce_add", [target, *(tensor.device for tensor in inputs)], inputs[:1])
-    return transport.reduce_add(inputs, target)
+    (total,) = transport.reduce_add_coalesced([[tensor] for tensor in inputs], target)
+    return total
 
 
 @torch.no_grad()
@@ -236,17 +227,11 @@ def scatter(
     if out is not None:
         if chunk_sizes is not None:
             raise ValueError("chunk_sizes follow from the sizes of out; pass only one of them")
-        check_movable(out)
-        chunk = list(tensor.shape)
-        for index, target in enumerate(out):
-            if target.dim() == tensor.dim():
-                chunk[dim] = target.shape[dim]
-            if list(target.shape) != chunk:
-                raise ValueError(f"out[{index}] has shape {tuple(target.shape)}, its chunk has {tuple(chunk)}")
-        total = sum(target.shape[dim] for target in out)
-        if total != tensor.shape[dim]:
+        sizes = [target.shape[dim] if target.dim() == tensor.dim() else 0 for target in out]
+        check_out(out, [_with_size(tensor.shape, dim, size) for size in sizes])
+        if sum(sizes) != tensor.shape[dim]:
             raise ValueError(
-                f"the sizes of out along dimension {dim} add up to {total}, the tensor has {tensor.shape[dim]}"
+                f"the sizes of out along dimension {dim} add up to {sum(sizes)}, the tensor has {tensor.shape[dim]}"
             )
         transport = transport_for("scatter", [tensor.device, *(target.device for target in out)], [tensor])
         transport.execute(tables.scatter(tensor, out, dim))
@@ -267,10 +252,21 @@ def scatter_coalesced(
 ) -> list[list[Tensor]]:
     """The chunks of each tensor, of these sizes. All are on one device, and `travels_flat` is true for each.
 
-    It records what the caller records. What one slot gets travels in one flat buffer for each dtype.
+    What one slot gets travels in a flat buffer for each dtype. Then each chunk gets memory of its own. The function
+    records what the caller records.
     """
     transport = transport_for("scatter", [tensors[0].device, *slots], tensors[:1])
-    return transport.scatter_coalesced(tensors, slots, sizes, dim)
+    split = [torch.split_with_sizes(Tensor.detach(tensor), list(sizes), dim) for tensor in tensors]
+    by_slot = [[*chunks] for chunks in zip(*split, strict=True)]
+    away = [slot for slot, device in enumerate(slots) if device != tensors[0].device]
+
+    def send(at: int, bucket: Bucket, chunks: Sequence[Tensor]) -> Tensor:
+        return transport.to_device(flatten(bucket, chunks), slots[away[at]])
+
+    received = send_packed([by_slot[slot] for slot in away], [sizes[slot] for slot in away], send)
+    for slot, chunks in zip(away, received, strict=True):
+        by_slot[slot] = chunks
+    return [[*chunks] for chunks in zip(*by_slot, strict=True)]
 
 
 @torch.no_grad()
@@ -308,13 +304,15 @@ def gather(
         return transport.gather(tensors, dim % first.dim(), target)
     if destination is not None:
         raise ValueError("out has a device already; pass only one of destination and out")
-    shape = list(first.shape)
-    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-    check_movable([out])
+    check_out([out], [_with_size(first.shape, dim, sum(tensor.shape[dim] for tensor in tensors))])
     if out.dtype != first.dtype:
         raise ValueError(f"out has dtype {out.dtype}, the gathered tensors {first.dtype}")
-    if list(out.shape) != shape:
-        raise ValueError(f"out has shape {tuple(out.shape)}, the gathered tensors {tuple(shape)}")
     transport = transport_for("gather", [out.device, *(tensor.device for tensor in tensors)], tensors)
     transport.execute(tables.gather(tensors, out, dim))
     return out
+
+
+def _with_size(shape: torch.Size, dim: int, size: int) -> list[int]:
+    sizes = [*shape]
+    sizes[dim] = size
+    return sizes

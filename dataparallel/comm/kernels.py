@@ -11,7 +11,6 @@ import functools
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate, chain, combinations, permutations
-from operator import add
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -164,9 +163,8 @@ class DeviceTable:
             return
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         if shifts is not None:
-            steps = zip(tensors, shifts, strict=True)
-            moved = [0 if tensor is None else shift * tensor.itemsize for tensor, shift in steps]
-            addresses = [*map(add, addresses, moved)]
+            shifted = zip(addresses, tensors, shifts, strict=True)
+            addresses = [at if tensor is None else at + shift * tensor.itemsize for at, tensor, shift in shifted]
         import cupy
         import numpy
 
@@ -212,10 +210,7 @@ def _function(kernel: str, device_index: int) -> Any:
     """The kernel, loaded for the current device, whose index is ``device_index``. CuPy compiles the source once."""
     import cupy
 
-    try:
-        return cupy.RawModule(code=_SOURCE.read_text(encoding="utf-8"), options=OPTIONS).get_function(kernel)
-    except Exception as error:  # CuPy raises its own if the compiler fails, and others if there is no compiler
-        raise RuntimeError(f"CuPy cannot compile the kernels ({type(error).__name__}: {error})") from error
+    return cupy.RawModule(code=_SOURCE.read_text(encoding="utf-8"), options=OPTIONS).get_function(kernel)
 
 
 class Cupy(Transport):

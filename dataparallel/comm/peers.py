@@ -50,9 +50,8 @@ def peers_are_checked() -> bool:
 def failed_pairs(devices: Sequence[torch.device]) -> list[Pair]:
     """The ordered pairs of accelerators among distinct ``devices`` that fail their check."""
     accelerators = [device for device in devices if device != CPU]
-    modules = [torch.get_device_module(device.type) for device in accelerators]
     # Simulated devices say that the host makes their copies. A check would take memory that tests count to the byte.
-    if any(getattr(module, "copies_cannot_fail", False) for module in modules):
+    if any(getattr(torch.get_device_module(device), "copies_cannot_fail", False) for device in accelerators):
         return []
     return [pair for pair in permutations(accelerators, 2) if not passes_check(*pair)]
 

@@ -35,8 +35,6 @@ _MOST_PIECES = 16
 class Star(Transport):
     """The first device sends to every other one, and adds what every other one sends."""
 
-    flattens_single_tensors = False  # a flat buffer would only be one more copy
-
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         """Copies the source into each buffer.
 

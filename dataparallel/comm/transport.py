@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.comm import tables
-from dataparallel.comm.buckets import Bucket, Planned, flatten, plan_buckets, send_packed, travels_flat, unflatten
+from dataparallel.comm.buckets import Bucket, Planned, flatten, plan_buckets, travels_flat, unflatten
 from dataparallel.comm.kinds import same_kind, send_by_torch
 from dataparallel.comm.streams.current import RECEIVING, SENDING, piece_streams, wavefront
 from dataparallel.comm.streams.held import hold_for_peers
@@ -48,9 +48,6 @@ Later: TypeAlias = "Callable[[FlatBroadcast], object]"
 
 class Transport:
     """Copies and sums tensors across devices. Results own their memory unless a method says otherwise."""
-
-    flattens_single_tensors = True
-    """True if a call with one tensor uses flat buffers too, because they travel faster."""
 
     # ---- how data moves: what a transport defines --------------------------------------------------------------------
 
@@ -137,12 +134,6 @@ class Transport:
         hold_for_peers([sent], [tensor])
         return same_kind(sent, tensor, self.send)
 
-    def broadcast(self, tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-        """One tensor for each slot. Slots on one device share one copy."""
-        if self.flattens_single_tensors and travels_flat(tensor):
-            return [copy for (copy,) in self.broadcast_coalesced([tensor], devices, own=False)]
-        return self._broadcast_singly(tensor, devices, own=False)
-
     def _broadcast_singly(self, tensor: Tensor, devices: Sequence[torch.device], own: bool) -> list[Tensor]:
         if own:
             return [self.to_device(tensor, device, own=slot > 0) for slot, device in enumerate(devices)]
@@ -159,13 +150,6 @@ class Transport:
             self.broadcast_flat(tensor.view(-1), [target.view(-1) for target in out])
         else:
             self.execute(tables.broadcast(tensor, out))
-
-    def reduce_add(self, inputs: Sequence[Tensor], destination: torch.device) -> Tensor:
-        """The sum, in slot order, on ``destination``. A single input is returned as it is."""
-        if len(inputs) > 1 and not (self.flattens_single_tensors and all(map(travels_flat, inputs))):
-            return self._sum_singly(inputs, destination)
-        (total,) = self.reduce_add_coalesced([[tensor] for tensor in inputs], destination)
-        return total
 
     def _sum_singly(self, inputs: Sequence[Tensor], destination: torch.device) -> Tensor:
         dtype = inputs[0].dtype
@@ -281,25 +265,6 @@ class Transport:
             moved = [chunk if chunk.device == on else self.send(chunk, on) for chunk, on in pairs]
             hold_for_peers(moved, [tensor])
         return [same_kind(chunk, tensor, self.send) for chunk in moved]
-
-    def scatter_coalesced(
-        self, tensors: Sequence[Tensor], devices: Sequence[torch.device], sizes: Sequence[int], dim: int
-    ) -> list[list[Tensor]]:
-        """For each tensor what `scatter` returns. All are on one device, and `travels_flat` is true for each.
-
-        What one slot gets travels in a flat buffer for each dtype. Then each chunk gets memory of its own.
-        """
-        split = [torch.split_with_sizes(Tensor.detach(tensor), list(sizes), dim) for tensor in tensors]
-        by_slot = [[*chunks] for chunks in zip(*split, strict=True)]
-        away = [slot for slot, device in enumerate(devices) if device != tensors[0].device]
-
-        def send(at: int, bucket: Bucket, chunks: Sequence[Tensor]) -> Tensor:
-            return self.to_device(flatten(bucket, chunks), devices[away[at]])
-
-        received = send_packed([by_slot[slot] for slot in away], [sizes[slot] for slot in away], send)
-        for slot, chunks in zip(away, received, strict=True):
-            by_slot[slot] = chunks
-        return [[*chunks] for chunks in zip(*by_slot, strict=True)]
 
     def gather(self, tensors: Sequence[Tensor], dim: int, destination: torch.device) -> Tensor:
         """The tensors one after the other along ``dim``. A single tensor on ``destination`` is returned as it is."""

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,18 +115,3 @@ def test_what_is_copied_is_one_byte_from_device_to_device(slots: list) -> None:
     with counted() as counts:
         launching._copy(slots[0], slots[1])
     assert counts.copied == {(slots[0].index, slots[1].index): 1}
-
-
-class CompileException(Exception):
-    """As CuPy's, which is no RuntimeError."""
-
-
-def test_a_compiler_that_fails_is_an_error_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(**arguments: object) -> None:
-        raise CompileException("nvrtc: error: invalid value for --gpu-architecture")
-
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=fails))
-    launching._function.cache_clear()
-    with pytest.raises(RuntimeError, match=r"cannot compile the kernels \(CompileException: nvrtc: error") as caught:
-        launching._function("sum_float32", 0)
-    assert isinstance(caught.value.__cause__, CompileException)
