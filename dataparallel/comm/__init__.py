@@ -14,7 +14,6 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.arguments import checked
-from dataparallel.comm import tables
 from dataparallel.comm.buckets import DEFAULT_CAP_BYTES, Bucket, Planned, flatten, send_packed
 from dataparallel.comm.checks import (
     check_chunk_sizes,
@@ -26,7 +25,7 @@ from dataparallel.comm.checks import (
     why_not_gatherable,
 )
 from dataparallel.comm.settings import using
-from dataparallel.comm.tables import TensorRow
+from dataparallel.comm.tables import TensorRow, copies
 from dataparallel.comm.transport import Allocate, Later
 from dataparallel.comm.transport_choice import transport_for
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
@@ -167,8 +166,6 @@ def reduce_add_coalesced(
         raise ValueError(f"every slot must bring the same number of tensors; got {lengths}")
     if lengths[0] == 0:
         return ()
-    for tensors in inputs:
-        check_movable(tensors)
     for position, terms in enumerate(zip(*inputs, strict=True)):
         check_summable(terms, f" at position {position}")
     target = inputs[0][0].device if destination is None else resolve(destination)
@@ -228,13 +225,13 @@ def scatter(
         if chunk_sizes is not None:
             raise ValueError("chunk_sizes follow from the sizes of out; pass only one of them")
         sizes = [target.shape[dim] if target.dim() == tensor.dim() else 0 for target in out]
-        check_out(out, [_with_size(tensor.shape, dim, size) for size in sizes])
+        check_out(out, [[*tensor.shape[:dim], size, *tensor.shape[dim:][1:]] for size in sizes])
         if sum(sizes) != tensor.shape[dim]:
             raise ValueError(
                 f"the sizes of out along dimension {dim} add up to {sum(sizes)}, the tensor has {tensor.shape[dim]}"
             )
         transport = transport_for("scatter", [tensor.device, *(target.device for target in out)], [tensor])
-        transport.execute(tables.scatter(tensor, out, dim))
+        transport.execute(copies(out, torch.split(tensor, sizes, dim)))
         return tuple(out)
     assert devices is not None
     slots = resolve_each(devices)
@@ -304,15 +301,10 @@ def gather(
         return transport.gather(tensors, dim % first.dim(), target)
     if destination is not None:
         raise ValueError("out has a device already; pass only one of destination and out")
-    check_out([out], [_with_size(first.shape, dim, sum(tensor.shape[dim] for tensor in tensors))])
+    sizes = [tensor.shape[dim] for tensor in tensors]
+    check_out([out], [[*first.shape[:dim], sum(sizes), *first.shape[dim:][1:]]])
     if out.dtype != first.dtype:
         raise ValueError(f"out has dtype {out.dtype}, the gathered tensors {first.dtype}")
     transport = transport_for("gather", [out.device, *(tensor.device for tensor in tensors)], tensors)
-    transport.execute(tables.gather(tensors, out, dim))
+    transport.execute(copies(torch.split(out, sizes, dim), tensors))
     return out
-
-
-def _with_size(shape: torch.Size, dim: int, size: int) -> list[int]:
-    sizes = [*shape]
-    sizes[dim] = size
-    return sizes

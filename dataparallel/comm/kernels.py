@@ -23,7 +23,7 @@ from dataparallel._torch import current_stream_at
 from dataparallel.comm.buckets import travels_flat
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.comm.streams.held import hold_for_peers
-from dataparallel.comm.tables import Place, Table, TableRow, TensorRow
+from dataparallel.comm.tables import Place, Table, TableRow, TensorRow, copies
 from dataparallel.comm.transport import Allocate, Transport
 
 THREADS = 256
@@ -218,8 +218,7 @@ class Cupy(Transport):
 
     def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copies with one launch on each device that receives, all at a time. Torch copies what is not contiguous."""
-        pairs = zip(targets, sources, strict=True)
-        if launch([TensorRow(target, [source]) for target, source in pairs if target is not source]):
+        if launch([row for row in copies(targets, sources) if row.target is not row.terms[0]]):
             hold_for_peers(sources, targets)
         else:
             super().copy_each(targets, sources)

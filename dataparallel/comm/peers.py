@@ -113,7 +113,6 @@ def forget() -> None:
 
 P2P_BY_NVLINK, P2P_OK = 2, 0  # numbers, because some releases of pynvml have a wrong type for the names
 
-_ROUNDS = 3
 _NUMEL = 700_001
 """Elements of the tensors in the check: above 2 MiB, and such that most rows are not aligned to 16 bytes."""
 
@@ -167,7 +166,7 @@ def kernels_pass_check(devices: Sequence[torch.device]) -> bool:
         gathers = [TensorRow(row, [source]) for whole in wholes for row, source in zip(whole, sources, strict=True)]
         # From element `at` on, so that most terms are not aligned to 16 bytes.
         added = [TensorRow(total[at:], [source[at:] for source in sources]) for at, total in enumerate(sums)]
-        for _ in range(_ROUNDS):
+        for _ in range(3):
             data = torch.empty(len(devices), _NUMEL).normal_(generator=random)
             for source, values in zip(sources, data, strict=True):
                 source.copy_(values)  # the host waits for it, so any stream may read the copy

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.comm import tables
 from dataparallel.comm.buckets import Bucket, Planned, flatten, plan_buckets, travels_flat, unflatten
 from dataparallel.comm.kinds import same_kind, send_by_torch
 from dataparallel.comm.streams.current import RECEIVING, SENDING, piece_streams, wavefront
 from dataparallel.comm.streams.held import hold_for_peers
-from dataparallel.comm.tables import TensorRow, summed_in
+from dataparallel.comm.tables import TensorRow, copies, summed_in
 
 Allocate: TypeAlias = "Callable[..., Tensor]"
 """Makes a tensor without values, like another one and on the device ``device``."""
@@ -70,7 +69,7 @@ class Transport:
 
         The buffers are on distinct devices other than the source's.
         """
-        self.execute(tables.broadcast(source, buffers))
+        self.execute(copies(buffers, [source] * len(buffers)))
 
     def add_up(self, flats: Sequence[Tensor], destination: torch.device) -> Tensor:
         """The sum of flat buffers, added in the order given, on ``destination``. It may overwrite the buffers."""
@@ -79,8 +78,6 @@ class Transport:
         total = first if is_there else torch.empty_like(first, dtype=wide, device=destination)
         self.execute([TensorRow(total, flats)])
         return total.to(first.dtype)
-
-    # ---- what a plan says --------------------------------------------------------------------------------------------
 
     def execute(self, rows: Sequence[TensorRow], empty: Allocate = torch.empty_like) -> None:
         """Copies and adds what a plan of ``comm.tables`` says, on the current streams. Memory is held for peers once.
@@ -149,7 +146,7 @@ class Transport:
         if are_apart and are_alike and all(travels_flat(t) and t.is_contiguous() for t in both):
             self.broadcast_flat(tensor.view(-1), [target.view(-1) for target in out])
         else:
-            self.execute(tables.broadcast(tensor, out))
+            self.execute(copies(out, [tensor] * len(out)))
 
     def _sum_singly(self, inputs: Sequence[Tensor], destination: torch.device) -> Tensor:
         dtype = inputs[0].dtype
@@ -260,7 +257,7 @@ class Transport:
         pairs = [*zip(chunks, devices, strict=True)]
         if all(map(travels_flat, chunks)):
             moved = [chunk if chunk.device == on else torch.empty_like(chunk, device=on) for chunk, on in pairs]
-            self.execute([TensorRow(target, [chunk]) for target, chunk in zip(moved, chunks, strict=True)])
+            self.execute(copies(moved, chunks))
         else:
             moved = [chunk if chunk.device == on else self.send(chunk, on) for chunk, on in pairs]
             hold_for_peers(moved, [tensor])
@@ -273,10 +270,10 @@ class Transport:
         if all(tensor.device == destination for tensor in tensors) or not all(map(travels_flat, tensors)):
             return torch.cat([self.to_device(tensor, destination) for tensor in tensors], dim)
         first = tensors[0]
-        shape = list(first.shape)
-        shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+        sizes = [tensor.shape[dim] for tensor in tensors]
+        shape = [*first.shape[:dim], sum(sizes), *first.shape[dim:][1:]]
         stride = torch.empty_like(first, device="meta").stride()
         order = sorted(range(first.dim()), key=lambda dim: -stride[dim])
         out = torch.empty_permuted(shape, order, dtype=first.dtype, device=destination)
-        self.execute(tables.gather(tensors, out, dim))
+        self.execute(copies(torch.split(out, sizes, dim), tensors))
         return out

@@ -202,11 +202,8 @@ class Event:
         self._index = stream.device_index
         before = exchange_device(self._index)
         try:
-            if timed:
-                self._event = torch.Event(stream.device, enable_timing=True)
-                self._event.record(stream)
-            else:
-                self._event = stream.record_event()
+            self._event = torch.Event(stream.device, enable_timing=timed)
+            self._event.record(stream)
         finally:
             go_back_to_device(before)
 
@@ -357,8 +354,7 @@ _outer = threading.local()  # ``streams``: the `PieceStreams` of the block aroun
 def _streams_around(devices: Iterable[torch.device]) -> PieceStreams | None:
     """The `PieceStreams` of the block around this code, if stream 0 of each of ``devices`` is the current one."""
     outer: PieceStreams | None = getattr(_outer, "streams", None)
-    fits = outer is not None and current_streams(devices).items() <= outer.first.items()
-    return outer if fits else None
+    return outer if outer is not None and current_streams(devices).items() <= outer.first.items() else None
 
 
 def are_pieces_under_way(devices: Sequence[torch.device]) -> bool:
