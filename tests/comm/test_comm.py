@@ -56,6 +56,15 @@ def test_sums_go_to_the_first_device_unless_told(slots: list) -> None:
     assert comm.reduce_add_coalesced([[term] for term in terms], "cpu")[0].device.type == "cpu"
 
 
+@pytest.mark.parametrize("way", ["star", "chain"], indirect=True)
+@pytest.mark.slots(4)
+def test_sums_leave_their_terms_as_they_are(way: str, slots: list) -> None:
+    terms = [torch.ones(5, device=slot) for slot in slots]
+    totals = [comm.reduce_add(terms), *comm.reduce_add_coalesced([[term] for term in terms])]
+    assert all(total.tolist() == [4.0] * 5 for total in totals)
+    assert all(term.tolist() == [1.0] * 5 for term in terms)
+
+
 # Scatter and gather
 
 

@@ -118,8 +118,10 @@ TRAVELS: dict[str, Callable[[list[Tensor]], object]] = {
     "reduce_add": lambda x: comm.reduce_add(x),
     "reduce_add of views": lambda x: comm.reduce_add([tensor[::2] for tensor in x]),
     "reduce_add_coalesced": lambda x: comm.reduce_add_coalesced([[tensor] for tensor in x], x[2].device),
+    "reduce_add on a third device": lambda x: comm.reduce_add(x[:2], x[2].device),
     "add_flat": lambda x: comm.add_flat([tensor.clone() for tensor in x], x[0].device),
     "reduce_scatter": lambda x: comm.reduce_scatter([tensor.view(3, -1) for tensor in x], like(x, 3)),
+    "reduce_scatter of two": lambda x: comm.reduce_scatter([tensor.view(3, -1) for tensor in x[:2]], like(x, 3)),
 }
 """Each drops what it returns, and memory of its own. Its arguments stay."""
 
