@@ -301,10 +301,13 @@ def gather(
         return transport.gather(tensors, dim % first.dim(), target)
     if destination is not None:
         raise ValueError("out has a device already; pass only one of destination and out")
+    check_movable([out])
     sizes = [tensor.shape[dim] for tensor in tensors]
-    check_out([out], [[*first.shape[:dim], sum(sizes), *first.shape[dim:][1:]]])
-    if out.dtype != first.dtype:
-        raise ValueError(f"out has dtype {out.dtype}, the gathered tensors {first.dtype}")
+    shape = (*first.shape[:dim], sum(sizes), *first.shape[dim:][1:])
+    if out.dtype != first.dtype or out.shape != shape:
+        raise ValueError(
+            f"out has shape {tuple(out.shape)} and {out.dtype}, the gathered tensors {shape} and {first.dtype}"
+        )
     transport = transport_for("gather", [out.device, *(tensor.device for tensor in tensors)], tensors)
     transport.execute(copies(torch.split(out, sizes, dim), tensors))
     return out

@@ -218,11 +218,11 @@ def test_a_missing_dimension_is_an_index_error(dim: int) -> None:
 @pytest.mark.parametrize(
     ("call", "shapes", "message"),
     [
-        (comm.broadcast, [(4, 2), (4, 3)], r"out\[1\] has shape \(4, 3\), the tensor to broadcast \(4, 2\)"),
-        (comm.scatter, [(2, 2), (2, 3)], r"out\[1\] has shape \(2, 3\), its chunk has \(2, 2\)"),
+        (comm.broadcast, [(4, 2), (4, 3)], r"out\[1\] has shape \(4, 3\), expected \(4, 2\)"),
+        (comm.scatter, [(2, 2), (2, 3)], r"out\[1\] has shape \(2, 3\), expected \(2, 2\)"),
         (comm.scatter, [(2, 2), ()], r"out\[1\] has shape \(\)"),
         (comm.scatter, [(2, 2), (1, 2)], "add up to 3, the tensor has 4"),
-        (lambda tensor, out: comm.gather([tensor, tensor], out=out[0]), [(4, 2)], r"out has shape \(4, 2\), .*\(8, 2"),
+        (lambda tensor, out: comm.gather([tensor, tensor], out=out[0]), [(4, 2)], r"out has shape \(4, 2\) .*\(8, 2"),
     ],
     ids=["broadcast", "scatter", "scatter to a number", "scatter sizes", "gather"],
 )
