@@ -109,7 +109,7 @@ def described_tables() -> Iterator[None]:
     """Inside, it is said what the kernels of tables read and write: a kernel that is skipped cannot tell."""
     make, launch = DeviceTable.__init__, DeviceTable.launch
     rows: WeakKeyDictionary[DeviceTable, Table] = WeakKeyDictionary()
-    kernels.forget()  # tables that were made outside
+    kernels._table_of.cache_clear()  # tables that were made outside
 
     def made(self: DeviceTable, table: Table, *args: Any) -> None:
         make(self, table, *args)

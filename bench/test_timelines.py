@@ -79,9 +79,8 @@ bound by
 
 composable.fully_shard has a unit for each block, and one for the rest. On A100 and H100, where NVLink joins all pairs,
 its gathers and sums are kernels that read peers, with the bandwidth of copies; "kernels at 70 %" has 70 % of it. On
-V100 and RTX 3090 they are copies. On V100 copies between devices without a link go through a third device that has
-links to both. Threads of a backward pass that run nodes written in Python hold the interpreter lock in reality. Here
-they hold none, so the time of the host in backward is predicted too low.
+V100 and RTX 3090 they are copies. Threads of a backward pass that run nodes written in Python hold the interpreter lock
+in reality. Here they hold none, so the time of the host in backward is predicted too low.
 
 DDP and FSDP2 are made of the recording of the module alone: a process and a host for each device, and no process waits
 for a slower one. This is the best that they can do. An all-reduce for each bucket of 25 MiB starts as soon as its

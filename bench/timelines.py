@@ -18,18 +18,16 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel, prefetch
-from dataparallel.comm import transport_choice
 from dataparallel.comm.settings import using
 from dataparallel.composable import fully_shard, replicate
 from nogpu import SimulationUnavailable, simulate
@@ -171,15 +169,10 @@ class Steps:
         self._optimizer.zero_grad()
 
 
-def recorded(
-    way: str, shape: RealShape, devices: Sequence[torch.device], kernels: bool = True, peers: Collection[Any] = ()
-) -> Recorded:
+def recorded(way: str, shape: RealShape, devices: Sequence[torch.device], kernels: bool = True) -> Recorded:
     """Two steps by a way. Without ``kernels`` that read peers, tensors of sharded models travel by copies."""
     stand_ins: AbstractContextManager[None] = StandIns("sim").installed() if way == TORCH else nullcontext()
-    # Pairs of devices' numbers. Where no devices are peers, copies go as where all are.
-    access = patch.object(torch.sim, "can_device_access_peer", lambda a, b: not peers or (a.index, b.index) in peers)
-    transport_choice.forget()
-    with stand_ins, access, using(transport=None if kernels else "copy"):
+    with stand_ins, using(transport=None if kernels else "copy"):
         steps = Steps(way, shape, devices)
         for _ in range(WARM_UP):
             steps.run()
@@ -252,16 +245,15 @@ def main(model: str, counts: str, folder: str, *ways: str) -> None:
     alone = recorded_alone(shape, devices[0])
 
     @cache
-    def of(way: str, count: int, kernels: bool, peers: frozenset[Any]) -> Recorded:
-        return recorded(way, shape, devices[:count], kernels, peers)
+    def of(way: str, count: int, kernels: bool) -> Recorded:
+        return recorded(way, shape, devices[:count], kernels)
 
     found: list[Prediction] = []
     numbers = [int(count) for count in counts.split(",")]
     for machine in machines_of(shape):
         cases = asked(shape, numbers, ways or WAYS, machine)
         kernels = machine in PEER_KERNELS
-        peers = frozenset(ends for ends, path in machine.wiring.paths.items() if path.for_kernels)
-        by_way = {(way, count): of(way, count, kernels or way not in BY_TABLES, peers) for way, count in cases}
+        by_way = {(way, count): of(way, count, kernels or way not in BY_TABLES) for way, count in cases}
         found += predictions(model, alone, by_way, machine)
         if (model, machine) == (PICTURE[0], A100) and PICTURE[1:] in by_way:
             schedule(by_way[PICTURE[1:]].one, A100).plot(Path(folder) / "step.png")

@@ -12,17 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dataparallel import comm
+from dataparallel.comm import kernels
+from dataparallel.comm.host import ThroughHost
+from dataparallel.comm.kernels import Cupy
+from dataparallel.comm.routes import STAR, Chain
+from dataparallel.comm.transport import Transport
 from pairs import Call
 
 BROADCAST, SUM = "broadcast", "sum"
-WAYS: dict[str, dict[str, str]] = {
-    "star": {"transport": "copy", "route": "star"},
-    "chain": {"transport": "copy", "route": "chain"},
-    "host": {"transport": "host"},
-    "nccl": {"transport": "nccl"},
-    "cupy": {"transport": "cupy"},
-}
+WAYS: dict[str, Transport] = {"star": STAR, "chain": Chain(), "host": ThroughHost(), "cupy": Cupy()}
 COPIED_BYTES = 64 * 2**20
 """The size of the copy that bandwidths are compared with."""
 
@@ -46,13 +44,12 @@ class Traffic:
         on_host = [torch.randn(numel, generator=generator) for _ in range(case.tensors)]
         places = self.devices if case.work == SUM else self.devices[:1]
         self.inputs = [[tensor.to(device) for tensor in on_host] for device in places]
-        self.ways = [way for way in WAYS if self._serves(way)]
+        self.ways = [way for way in WAYS if way != "cupy" or kernels.why_not(self.devices) is None]
 
     def run(self, way: str) -> list[list[Tensor]]:
-        with comm.using(**WAYS[way]):  # type: ignore[arg-type]
-            if self.case.work == SUM:
-                return [list(comm.reduce_add_coalesced(self.inputs, buffer_size=2**40))]
-            return comm.broadcast_coalesced(self.inputs[0], self.devices, 2**40)
+        if self.case.work == SUM:
+            return [WAYS[way].reduce_add_coalesced(self.inputs, self.devices[0])]
+        return WAYS[way].broadcast_coalesced(self.inputs[0], self.devices, own=False)
 
     def calls(self) -> list[Call]:
         return [lambda way=way: self.run(way) for way in self.ways]
@@ -71,17 +68,6 @@ class Traffic:
         """Bytes read plus bytes written by the fewest transfers possible: one for each other device."""
         numbers = sum(tensor.numel() for tensor in self.inputs[0])
         return 2 * 4 * numbers * (len(self.devices) - 1)
-
-    def _serves(self, way: str) -> bool:
-        work = "reduce_add" if self.case.work == SUM else "broadcast"
-        try:
-            with comm.using(**WAYS[way]):  # type: ignore[arg-type]
-                choice = comm.choose_transport(self.devices, work=work)
-            self.run(way)
-        except ValueError:
-            return False
-        # Work that a transport or route does not support takes another one.
-        return {"transport": choice.transport, "route": choice.route}.items() >= WAYS[way].items()
 
 
 def copy_between(one: torch.device, other: torch.device) -> tuple[Callable[[], object], int]:

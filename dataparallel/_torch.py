@@ -487,11 +487,6 @@ def compiled_original(item: Any) -> Any:
     return None
 
 
-def has_nccl() -> bool:
-    """True if this build of torch has NCCL for the devices of one process: ``torch._C._nccl_broadcast``."""
-    return hasattr(torch._C, "_nccl_broadcast")
-
-
 # ---- attributes of modules -------------------------------------------------------------------------------------------
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")

@@ -156,7 +156,7 @@ def nothing_freed_too_early(request: pytest.FixtureRequest, monkeypatch: pytest.
     if kind == "sim" or is_cuda:
         settle()
     if is_cuda:
-        held.let_go()
+        held._held.clear()
 
 
 @pytest.fixture(autouse=True)

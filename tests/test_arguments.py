@@ -256,7 +256,7 @@ FUNCTIONS: list[tuple[Callable[..., Any], dict[str, list[Any]]]] = [
     (lambda **a: comm.reduce_add_coalesced([[T], [T]], **a), {"buffer_size": [*WRONG["workers"], 1e7]}),
     (
         lambda **a: entered(comm.using(**a)),
-        {"transport": ["pigeon", "", 3, True], "route": ["ring", 1], "deterministic": NO_FLAG},
+        {"transport": ["pigeon", "", 3, True]},
     ),
     (
         lambda **a: peers.all_reduce(T, **a),

@@ -17,8 +17,8 @@ CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popl
 """Methods that change a table."""
 
 CONSTANT = {
-    *("Container", "Cupy", "Form", "Links", "Nccl", "ParamSpec", "Path", "TypeVar", "ThroughHost"),
-    *("TorchCopies", "_CallOfReplicas", "_FullyShard", "_Strategy"),
+    *("Container", "Cupy", "Form", "Links", "ParamSpec", "Path", "TypeVar", "ThroughHost"),
+    *("Star", "_CallOfReplicas", "_FullyShard", "_Strategy"),
 }
 """Classes whose objects nobody changes once they are made."""
 

@@ -78,10 +78,11 @@ class Packing:
         self._layouts: dict[int, FlatLayout] = {}
         self._buckets: dict[tuple[int, ...], Bucket] = {}
         self.planned: Planned | None = None  # the plan by which the parameters travel as a flat buffer, if they do
-        if comm.sums_travel_flat(slots, tensors):
+        if any(slot != tensors[0].device for slot in slots):
             self.planned = plan_buckets(tensors, sys.maxsize)
             buckets, _ = self.planned
-            if any(bucket.keeps_repeats for bucket in buckets):  # gradients have no repeated elements
+            layouts = [layout for bucket in buckets for layout, _ in bucket.runs]
+            if any(layout.core_shape != layout.shape for layout in layouts):  # gradients have no repeated elements
                 buckets, _ = plan_buckets(tensors, sys.maxsize, keep_repeats=False)
             for bucket in buckets:  # at most one
                 self._layouts = dict(sorted(zip(bucket.indices, bucket.layouts, strict=True)))

@@ -30,7 +30,6 @@ from dataparallel.batches.structures import (
     tensors_in,
     with_leaves,
 )
-from dataparallel.comm import settings
 from dataparallel.comm.checks import why_no_batch, why_not_gatherable, why_not_movable
 from dataparallel.comm.streams.held import held_together
 from dataparallel.devices import CPU, DeviceLike, resolve
@@ -178,8 +177,7 @@ def gather_outputs(
     target = CPU if target_device == -1 else resolve(target_device)
     of_replicas = [*zip(outputs, *(entry.values for entry in written), strict=True)] if written else outputs
     joins = _Joins(target, dim, _of_one_node(of_replicas), combine, pad, {})
-    # The settings are read once, not for each tensor, and memory is held for peers once.
-    with settings.held(settings.current()), held_together():
+    with held_together():  # memory is held for peers once, not for each tensor
         output = _joined(list(outputs), joins, "output", ())
         for entry in written:
             try:

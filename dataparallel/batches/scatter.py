@@ -37,7 +37,7 @@ from dataparallel.batches.structures import (
     number_of_replicas,
     with_leaves,
 )
-from dataparallel.comm import settings, transport_to_scatter
+from dataparallel.comm import scatter_coalesced
 from dataparallel.comm.buckets import SMALL_BYTES, travels_flat
 from dataparallel.comm.checks import check_chunk_sizes, near_equal_sizes, why_no_batch, why_not_movable
 from dataparallel.comm.streams.ahead import HostReads, copied_at_once, take_sent_chunks
@@ -211,8 +211,8 @@ def _scatter(
         check_shared(inputs, found, size, dim, replicas)
     splitter = _Splitter(slots[:replicas], sizes, dim, [leaf for _, leaf in found], copied)
     parts = ((tensor, splitter.sizes_of(tensor)) for tensor in splitter.tensors)
-    # The settings are read once, not for each tensor, and memory is held for peers once.
-    with settings.held(settings.current()), held_together(), copied_at_once(parts, splitter.slots, dim, reads):
+    # Memory is held for peers once, not for each tensor.
+    with held_together(), copied_at_once(parts, splitter.slots, dim, reads):
         splitter.send_small()
         return splitter.split(inputs)
 
@@ -347,8 +347,7 @@ class _Splitter:
         for together in by_device.values():
             if len(together) > 1:
                 assert self.sizes is not None
-                transport = transport_to_scatter(together[0], self.slots)
-                chunks = transport.scatter_coalesced(together, self.slots, self.sizes, self.dim)
+                chunks = scatter_coalesced(together, self.slots, self.sizes, self.dim)
                 for tensor, of_tensor in zip(together, chunks, strict=True):
                     self.chunks[id(tensor)] = tensor, own_chunks(of_tensor, self.slots, tensor)
 

@@ -14,28 +14,26 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.arguments import checked
-from dataparallel.comm import tables
-from dataparallel.comm.buckets import DEFAULT_CAP_BYTES, Bucket, Planned
+from dataparallel.comm.buckets import DEFAULT_CAP_BYTES, Bucket, Planned, flatten, send_packed
 from dataparallel.comm.checks import (
     check_chunk_sizes,
     check_exactly_one,
     check_movable,
+    check_out,
     check_summable,
     near_equal_sizes,
     why_not_gatherable,
 )
 from dataparallel.comm.settings import using
-from dataparallel.comm.transport import Allocate, FlatBroadcast, Later, Transport
-from dataparallel.comm.transport_choice import Choice, choose_transport, transport_for
+from dataparallel.comm.tables import TensorRow, copies
+from dataparallel.comm.transport import Allocate, Later
+from dataparallel.comm.transport_choice import transport_for
 from dataparallel.devices import CPU, DeviceLike, resolve, resolve_each
 
 __all__ = [
-    "Choice",
     "add_flat",
     "broadcast",
     "broadcast_coalesced",
-    "broadcast_into",
-    "choose_transport",
     "copy_each",
     "gather",
     "near_equal_sizes",
@@ -43,7 +41,7 @@ __all__ = [
     "reduce_add_coalesced",
     "reduce_scatter",
     "scatter",
-    "sums_travel_flat",
+    "scatter_coalesced",
     "using",
 ]
 
@@ -64,24 +62,14 @@ def broadcast(
     check_movable([tensor])
     check_exactly_one(devices, out)
     if out is not None:
-        check_movable(out)
-        for index, target in enumerate(out):
-            if target.shape != tensor.shape:
-                raise ValueError(
-                    f"out[{index}] has shape {tuple(target.shape)}, the tensor to broadcast {tuple(tensor.shape)}"
-                )
-        transport = transport_for("broadcast", _places([tensor.device], [target.device for target in out]), [tensor])
+        check_out(out, [tensor.shape] * len(out))
+        transport = transport_for("broadcast", [tensor.device, *(target.device for target in out)], [tensor])
         transport.broadcast_into(out, tensor)
         return tuple(out)
     assert devices is not None
     slots = resolve_each(devices)
-    transport = transport_for("broadcast", _places([tensor.device], slots), [tensor])
-    return tuple(transport.broadcast(tensor, slots))
-
-
-def broadcast_into(buffers: Sequence[Tensor], bucket: Bucket, tensors: Sequence[Tensor]) -> FlatBroadcast:
-    """The broadcast of a bucket of ``tensors`` into flat buffers of its size. The caller launches it."""
-    return FlatBroadcast(bucket.indices, bucket, tensors, lambda flat: broadcast(flat, out=buffers), buffers)
+    transport = transport_for("broadcast", [tensor.device, *slots], [tensor])
+    return tuple(copy for (copy,) in transport.broadcast_coalesced([tensor], slots, own=False))
 
 
 @torch.no_grad()
@@ -111,7 +99,7 @@ def broadcast_coalesced(
     """
     check_movable(tensors)
     slots, buffer_size = resolve_each(devices), checked("buffer_size", buffer_size, int, above=0)
-    transport = transport_for("broadcast", _places([tensor.device for tensor in tensors], slots), tensors, buffer_size)
+    transport = transport_for("broadcast", [*(tensor.device for tensor in tensors), *slots], tensors, buffer_size)
     return transport.broadcast_coalesced(tensors, slots, buffer_size, own=own_storage, planned=planned, later=later)
 
 
@@ -122,8 +110,8 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     Source i and target i have the same shape; all have one dtype. All targets are on one device, whose stream waits for
     the copies. The streams of the sources may go on when the sources have been read.
     """
-    transport = transport_for("gather", _places([targets[0].device], [source.device for source in sources]), sources)
-    transport.copy_each(targets, sources, senders_wait=False)
+    transport = transport_for("gather", [tensor.device for tensor in (*targets, *sources)], sources)
+    transport.copy_each(targets, sources)
 
 
 @torch.no_grad()
@@ -133,8 +121,9 @@ def reduce_scatter(matrices: Sequence[Tensor], out: Sequence[Tensor], empty: All
     The matrices are contiguous, of one shape and dtype. The dtype of ``out``, in which terms are added, may be wider.
     ``empty`` allocates a buffer that receives a row, like the row and on a device.
     """
-    places = _places([target.device for target in out], [matrix.device for matrix in matrices])
-    transport_for("reduce_scatter", places, matrices[:1]).reduce_scatter(matrices, out, empty)
+    rows = [TensorRow(target, [matrix[at] for matrix in matrices]) for at, target in enumerate(out)]
+    devices = [tensor.device for tensor in (*out, *matrices)]
+    transport_for("reduce_scatter", devices, matrices[:1]).execute(rows, empty)
 
 
 @torch.no_grad()
@@ -150,8 +139,9 @@ def reduce_add(inputs: Sequence[Tensor], destination: DeviceLike | None = None) 
     inputs = list(inputs)
     check_summable(inputs)
     target = inputs[0].device if destination is None else resolve(destination)
-    transport = transport_for("reduce_add", _places([target], [tensor.device for tensor in inputs]), inputs[:1])
-    return transport.reduce_add(inputs, target)
+    transport = transport_for("reduce_add", [target, *(tensor.device for tensor in inputs)], inputs[:1])
+    (total,) = transport.reduce_add_coalesced([[tensor] for tensor in inputs], target)
+    return total
 
 
 @torch.no_grad()
@@ -176,19 +166,12 @@ def reduce_add_coalesced(
         raise ValueError(f"every slot must bring the same number of tensors; got {lengths}")
     if lengths[0] == 0:
         return ()
-    for tensors in inputs:
-        check_movable(tensors)
     for position, terms in enumerate(zip(*inputs, strict=True)):
         check_summable(terms, f" at position {position}")
     target = inputs[0][0].device if destination is None else resolve(destination)
-    places = _places([target], [tensors[0].device for tensors in inputs])
-    transport = transport_for("reduce_add", places, inputs[0], buffer_size)
+    devices = [target, *(tensors[0].device for tensors in inputs)]
+    transport = transport_for("reduce_add", devices, inputs[0], buffer_size)
     return tuple(transport.reduce_add_coalesced(inputs, target, buffer_size))
-
-
-def sums_travel_flat(slots: Sequence[torch.device], tensors: Sequence[Tensor]) -> bool:
-    """True if gradients of ``tensors``, on each of ``slots``, travel to the tensors' device, in flat buffers."""
-    return any(slot != tensors[0].device for slot in slots)
 
 
 @torch.no_grad()
@@ -203,7 +186,7 @@ def add_flat(
     ``travelling`` opens the context in which buffers are copied and added, and may make other streams current. Its
     argument lists all buffers that are used there.
     """
-    transport = transport_for("reduce_add", _places([destination], [flat.device for flat in flats]), flats[:1])
+    transport = transport_for("reduce_add", [destination, *(flat.device for flat in flats)], flats[:1])
     if travelling is None:
         return transport.add_up(flats, destination)
     # The sum's memory is allocated outside of the context, so that it belongs to the caller's current stream.
@@ -241,20 +224,14 @@ def scatter(
     if out is not None:
         if chunk_sizes is not None:
             raise ValueError("chunk_sizes follow from the sizes of out; pass only one of them")
-        check_movable(out)
-        chunk = list(tensor.shape)
-        for index, target in enumerate(out):
-            if target.dim() == tensor.dim():
-                chunk[dim] = target.shape[dim]
-            if list(target.shape) != chunk:
-                raise ValueError(f"out[{index}] has shape {tuple(target.shape)}, its chunk has {tuple(chunk)}")
-        total = sum(target.shape[dim] for target in out)
-        if total != tensor.shape[dim]:
+        sizes = [target.shape[dim] if target.dim() == tensor.dim() else 0 for target in out]
+        check_out(out, [[*tensor.shape[:dim], size, *tensor.shape[dim:][1:]] for size in sizes])
+        if sum(sizes) != tensor.shape[dim]:
             raise ValueError(
-                f"the sizes of out along dimension {dim} add up to {total}, the tensor has {tensor.shape[dim]}"
+                f"the sizes of out along dimension {dim} add up to {sum(sizes)}, the tensor has {tensor.shape[dim]}"
             )
-        transport = transport_for("scatter", _places([tensor.device], [target.device for target in out]), [tensor])
-        transport.execute(tables.scatter(tensor, out, dim))
+        transport = transport_for("scatter", [tensor.device, *(target.device for target in out)], [tensor])
+        transport.execute(copies(out, torch.split(tensor, sizes, dim)))
         return tuple(out)
     assert devices is not None
     slots = resolve_each(devices)
@@ -263,12 +240,30 @@ def scatter(
     else:
         sizes = check_chunk_sizes(chunk_sizes, len(slots), tensor.shape[dim])
     used = slots[: len(sizes)]
-    return tuple(transport_to_scatter(tensor, used).scatter(tensor, used, sizes, dim))
+    transport = transport_for("scatter", [tensor.device, *used], [tensor])
+    return tuple(transport.scatter(tensor, used, sizes, dim))
 
 
-def transport_to_scatter(tensor: Tensor, slots: Sequence[torch.device]) -> Transport:
-    """What scatters a tensor, and others from its device, over the slots. It records what the caller records."""
-    return transport_for("scatter", _places([tensor.device], slots), [tensor])
+def scatter_coalesced(
+    tensors: Sequence[Tensor], slots: Sequence[torch.device], sizes: Sequence[int], dim: int
+) -> list[list[Tensor]]:
+    """The chunks of each tensor, of these sizes. All are on one device, and `travels_flat` is true for each.
+
+    What one slot gets travels in a flat buffer for each dtype. Then each chunk gets memory of its own. The function
+    records what the caller records.
+    """
+    transport = transport_for("scatter", [tensors[0].device, *slots], tensors[:1])
+    split = [torch.split_with_sizes(Tensor.detach(tensor), list(sizes), dim) for tensor in tensors]
+    by_slot = [[*chunks] for chunks in zip(*split, strict=True)]
+    away = [slot for slot, device in enumerate(slots) if device != tensors[0].device]
+
+    def send(at: int, bucket: Bucket, chunks: Sequence[Tensor]) -> Tensor:
+        return transport.to_device(flatten(bucket, chunks), slots[away[at]])
+
+    received = send_packed([by_slot[slot] for slot in away], [sizes[slot] for slot in away], send)
+    for slot, chunks in zip(away, received, strict=True):
+        by_slot[slot] = chunks
+    return [[*chunks] for chunks in zip(*by_slot, strict=True)]
 
 
 @torch.no_grad()
@@ -302,22 +297,17 @@ def gather(
             target = first.device
         else:
             target = CPU if destination == -1 else resolve(destination)
-        transport = transport_for("gather", _places([target], [tensor.device for tensor in tensors]), tensors)
+        transport = transport_for("gather", [target, *(tensor.device for tensor in tensors)], tensors)
         return transport.gather(tensors, dim % first.dim(), target)
     if destination is not None:
         raise ValueError("out has a device already; pass only one of destination and out")
-    shape = list(first.shape)
-    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
     check_movable([out])
-    if out.dtype != first.dtype:
-        raise ValueError(f"out has dtype {out.dtype}, the gathered tensors {first.dtype}")
-    if list(out.shape) != shape:
-        raise ValueError(f"out has shape {tuple(out.shape)}, the gathered tensors {tuple(shape)}")
-    transport = transport_for("gather", _places([out.device], [tensor.device for tensor in tensors]), tensors)
-    transport.execute(tables.gather(tensors, out, dim))
+    sizes = [tensor.shape[dim] for tensor in tensors]
+    shape = (*first.shape[:dim], sum(sizes), *first.shape[dim:][1:])
+    if out.dtype != first.dtype or out.shape != shape:
+        raise ValueError(
+            f"out has shape {tuple(out.shape)} and {out.dtype}, the gathered tensors {shape} and {first.dtype}"
+        )
+    transport = transport_for("gather", [out.device, *(tensor.device for tensor in tensors)], tensors)
+    transport.execute(copies(torch.split(out, sizes, dim), tensors))
     return out
-
-
-def _places(ends: Sequence[torch.device], slots: Sequence[torch.device]) -> list[torch.device]:
-    """The devices of a call: first those of ``ends`` that are not slots, then the slots."""
-    return [*dict.fromkeys(end for end in ends if end not in slots), *slots]

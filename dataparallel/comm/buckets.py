@@ -57,20 +57,10 @@ class Bucket:
         """The layout of each tensor."""
         return [layout for layout, count in self.runs for _ in range(count)]
 
-    @cached_property
-    def row_major(self) -> bool:
-        """True if each tensor lies in the order of a contiguous one."""
-        return all(layout.row_major for layout, _ in self.runs)
-
     @property
     def numel(self) -> int:
         """The number of elements of the flat buffer."""
         return sum(layout.numel * count for layout, count in self.runs)
-
-    @property
-    def keeps_repeats(self) -> bool:
-        """True if the bucket stores repeated dimensions of a tensor once; see `layout_of`."""
-        return any(layout.core_shape != layout.shape for layout, _ in self.runs)
 
     @classmethod
     def of(cls, members: Sequence[tuple[int, FlatLayout]]) -> Bucket:
@@ -226,12 +216,6 @@ def flatten(bucket: Bucket, tensors: Sequence[Tensor], own: bool = True) -> Tens
             for index, layout in zip(bucket.indices, bucket.layouts, strict=True)
         ]
     )
-
-
-def flatten_into(bucket: Bucket, tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """`flatten` into ``flat``, which is on the tensors' device and has the bucket's dtype and number of elements."""
-    layouts = zip(bucket.indices, bucket.layouts, strict=True)
-    torch.cat([_flat_view(tensors[index], layout) for index, layout in layouts], out=flat)
 
 
 def _flat_view(tensor: Tensor, layout: FlatLayout) -> Tensor:

@@ -94,6 +94,14 @@ def check_movable(tensors: Sequence[Tensor]) -> None:
                 raise ValueError(f"tensor {index} {problem}")
 
 
+def check_out(out: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> None:
+    """Raises ``ValueError`` for the first of ``out`` that cannot be written, or has another shape."""
+    check_movable(out)
+    for index, (target, shape) in enumerate(zip(out, shapes, strict=True)):
+        if list(target.shape) != list(shape):
+            raise ValueError(f"out[{index}] has shape {tuple(target.shape)}, expected {tuple(shape)}")
+
+
 def check_summable(tensors: Sequence[Tensor], where: str = "") -> None:
     """Raises ``ValueError`` for no tensors, and for shapes or dtypes that differ. ``where`` is put into the message."""
     if not tensors:

@@ -6,8 +6,7 @@ whatever streams the copies run on. The current streams of both devices are orde
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
@@ -26,21 +25,21 @@ class ThroughHost(Transport):
         """A copy of the tensor's data on ``device``, made on the current streams of both devices."""
         if _is_direct(tensor.device, device):
             return super().send(tensor, device)
-        with _streams_ordered(tensor.device, [device]):
-            return Tensor.to(_on_host(tensor), device)
+        _make_source_wait(tensor.device, [device])
+        return Tensor.to(_on_host(tensor), device)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copies ``source`` into ``target``: directly if both are on one device, or one on the CPU."""
-        with _streams_ordered(source.device, [target.device]):
-            target.copy_(source if _is_direct(source.device, target.device) else _on_host(source))
+        _make_source_wait(source.device, [target.device])
+        target.copy_(source if _is_direct(source.device, target.device) else _on_host(source))
 
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         """Copies the source to the host once, and from there into each buffer."""
         if buffers:
-            with _streams_ordered(source.device, [buffer.device for buffer in buffers]):
-                on_host = _on_host(source)
-                for buffer in buffers:
-                    buffer.copy_(on_host)
+            _make_source_wait(source.device, [buffer.device for buffer in buffers])
+            on_host = _on_host(source)
+            for buffer in buffers:
+                buffer.copy_(on_host)
 
 
 def _is_direct(source: torch.device, target: torch.device) -> bool:
@@ -56,23 +55,14 @@ def _on_host(tensor: Tensor) -> Tensor:
     return Tensor.cpu(tensor)
 
 
-@contextmanager
-def _streams_ordered(source: torch.device, targets: Iterable[torch.device]) -> Iterator[None]:
-    """Orders the current streams as if the copies of the block ran on those of the source and of all targets.
+def _make_source_wait(source: torch.device, targets: Iterable[torch.device]) -> None:
+    """Makes the source's current stream wait for the targets' current streams, as torch does before a copy.
 
-    The source's stream waits for the targets' streams, at the beginning and at the end of the block. They need not wait
-    for the source's stream, because the host has waited for it.
+    What is launched after the copies comes after them, because the host has waited for them.
     """
     streams = current_streams([source, *targets])
-    source_stream = streams.pop(source, None)
-    if source_stream is None:  # the source is in host memory
-        yield
-        return
-    for target_stream in streams.values():
-        Event(target_stream).make_wait(source_stream)
-    yield
-    for target_stream in streams.values():
-        Event(target_stream).make_wait(source_stream)
+    for device in {*streams} - {source} if source in streams else ():
+        Event(streams[device]).make_wait(streams[source])
 
 
 @cache

@@ -8,11 +8,9 @@ A kernel runs on one device and reads and writes the memory of its peers. `Devic
 from __future__ import annotations
 
 import functools
-import importlib.util
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain, combinations, permutations
-from operator import add
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,9 +23,8 @@ from dataparallel._torch import current_stream_at
 from dataparallel.comm.buckets import travels_flat
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.comm.streams.held import hold_for_peers
-from dataparallel.comm.tables import Place, Table, TableRow, TensorRow, summed_in
+from dataparallel.comm.tables import Place, Table, TableRow, TensorRow, copies
 from dataparallel.comm.transport import Allocate, Transport
-from dataparallel.forks import in_forked_child
 
 THREADS = 256
 """Threads per block. The kernels are compiled for at most this number."""
@@ -111,24 +108,18 @@ OPTIONS = ("--std=c++17",)
 _reachable: set[frozenset[torch.device]] = set()
 
 
-def why_not(devices: Iterable[torch.device] | None = None) -> str | None:
-    """Why the kernels cannot be launched on those of ``devices`` that are on CUDA, in words; ``None`` if they can.
-
-    Without ``devices`` the function does not import CuPy, so it finds fewer reasons.
-    """
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
+def why_not(devices: Sequence[torch.device]) -> str | None:
+    """Why the kernels cannot be launched on these distinct accelerators, in words; ``None`` if they can."""
+    if devices[0].type != "cuda":
+        has_its_own = hasattr(torch.get_device_module(devices[0].type), "launch_rows")
+        return None if has_its_own else f"the kernels are for CUDA devices, and {devices[0]} is none"
     if torch.version.hip is not None:
         return "torch is built for ROCm, on which the kernels have not been tried"
-    if importlib.util.find_spec("cupy") is None:
-        return "CuPy is not installed"
-    if devices is None:
-        return None
     try:
         import cupy  # noqa: F401
     except Exception as error:  # a broken installation may raise anything
-        return f"cupy cannot be imported ({type(error).__name__}: {error})"
-    for one, other in permutations(dict.fromkeys(device for device in devices if device.type == "cuda"), 2):
+        return f"CuPy cannot be imported ({type(error).__name__}: {error})"
+    for one, other in permutations(devices, 2):
         if not torch.cuda.can_device_access_peer(one, other):
             return f"it needs peer access between all devices, and {one} and {other} have none"
     return None
@@ -172,9 +163,8 @@ class DeviceTable:
             return
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         if shifts is not None:
-            steps = zip(tensors, shifts, strict=True)
-            moved = [0 if tensor is None else shift * tensor.itemsize for tensor, shift in steps]
-            addresses = [*map(add, addresses, moved)]
+            shifted = zip(addresses, tensors, shifts, strict=True)
+            addresses = [at if tensor is None else at + shift * tensor.itemsize for at, tensor, shift in shifted]
         import cupy
         import numpy
 
@@ -220,47 +210,18 @@ def _function(kernel: str, device_index: int) -> Any:
     """The kernel, loaded for the current device, whose index is ``device_index``. CuPy compiles the source once."""
     import cupy
 
-    try:
-        return cupy.RawModule(code=_SOURCE.read_text(encoding="utf-8"), options=OPTIONS).get_function(kernel)
-    except Exception as error:  # CuPy raises its own if the compiler fails, and others if there is no compiler
-        raise RuntimeError(f"CuPy cannot compile the kernels ({type(error).__name__}: {error})") from error
-
-
-@in_forked_child
-def forget() -> None:
-    """Forgets which pairs are mapped, in a forked child, where the parent's mappings are not valid."""
-    _reachable.clear()
-    _table_of.cache_clear()
+    return cupy.RawModule(code=_SOURCE.read_text(encoding="utf-8"), options=OPTIONS).get_function(kernel)
 
 
 class Cupy(Transport):
     """The transport by kernels, which copy and add memory of peers. torch's copies carry what they cannot."""
 
-    def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor], senders_wait: bool = True) -> None:
+    def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         """Copies with one launch on each device that receives, all at a time. Torch copies what is not contiguous."""
-        pairs = zip(targets, sources, strict=True)
-        if launch([TensorRow(target, [source]) for target, source in pairs if target is not source]):
+        if launch([row for row in copies(targets, sources) if row.target is not row.terms[0]]):
             hold_for_peers(sources, targets)
         else:
-            super().copy_each(targets, sources, senders_wait)
-
-    def send_each(self, tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-        """See `copy_each`."""
-        if not all(map(travels_flat, tensors)):
-            return super().send_each(tensors, devices)
-        pairs = zip(tensors, devices, strict=True)
-        sent = [each if each.device == device else torch.empty_like(each, device=device) for each, device in pairs]
-        self.copy_each(sent, tensors)
-        return sent
-
-    def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
-        """Adds with one launch, see `add_terms`."""
-        flats = [*flats]
-        first, wide = flats[0], summed_in(flats[0].dtype)
-        is_there = first.device == destination and first.dtype == wide
-        total = first if is_there else torch.empty_like(first, dtype=wide, device=destination)
-        self.execute([TensorRow(total, flats)])
-        return total.to(first.dtype)
+            super().copy_each(targets, sources)
 
     def add_terms(self, rows: Sequence[TensorRow], empty: Allocate) -> list[Tensor]:
         """Adds with one launch on each device that has targets. Torch adds in dtypes that have no kernel."""

@@ -1,8 +1,8 @@
 """Plans: pure functions that say what a collective copies and adds, as rows of a target and of terms.
 
-`broadcast`, `scatter` and `gather` plan for tensors of any strides. `all_gather` and `reduce_scatter` plan for flat
-memory, of which they see only sizes: a `Table` is made once and serves any memory. ``Transport.execute`` does by copies
-what rows say, ``comm.kernels`` does what a table says by one launch.
+`copies` plans for tensors of any strides. `all_gather` and `reduce_scatter` plan for flat memory, of which they see
+only sizes: a `Table` is made once and serves any memory. ``Transport.execute`` does by copies what rows say,
+``comm.kernels`` does what a table says by one launch.
 """
 
 from __future__ import annotations
@@ -25,21 +25,9 @@ class TensorRow(NamedTuple):
     terms: Sequence[Tensor]
 
 
-def broadcast(tensor: Tensor, out: Sequence[Tensor]) -> list[TensorRow]:
-    """Copies the tensor into each of ``out``."""
-    return [TensorRow(target, [tensor]) for target in out]
-
-
-def scatter(tensor: Tensor, out: Sequence[Tensor], dim: int) -> list[TensorRow]:
-    """Copies consecutive parts of the tensor along ``dim`` into ``out``."""
-    parts = torch.split(tensor, [target.shape[dim] for target in out], dim)
-    return [TensorRow(target, [part]) for target, part in zip(out, parts, strict=True)]
-
-
-def gather(tensors: Sequence[Tensor], out: Tensor, dim: int) -> list[TensorRow]:
-    """Copies the tensors into consecutive parts of ``out`` along ``dim``."""
-    parts = torch.split(out, [tensor.shape[dim] for tensor in tensors], dim)
-    return [TensorRow(part, [tensor]) for part, tensor in zip(parts, tensors, strict=True)]
+def copies(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> list[TensorRow]:
+    """Copies source i into target i."""
+    return [TensorRow(target, [source]) for target, source in zip(targets, sources, strict=True)]
 
 
 def summed_in(dtype: torch.dtype) -> torch.dtype:

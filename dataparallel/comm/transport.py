@@ -7,7 +7,7 @@ to order a copy, it is enough to make one of the two streams wait. The host wait
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.comm import tables
-from dataparallel.comm.buckets import Bucket, Planned, flatten, plan_buckets, send_packed, travels_flat, unflatten
+from dataparallel.comm.buckets import Bucket, Planned, flatten, plan_buckets, travels_flat, unflatten
 from dataparallel.comm.kinds import same_kind, send_by_torch
 from dataparallel.comm.streams.current import RECEIVING, SENDING, piece_streams, wavefront
 from dataparallel.comm.streams.held import hold_for_peers
-from dataparallel.comm.tables import TensorRow, summed_in
+from dataparallel.comm.tables import TensorRow, copies, summed_in
 
 Allocate: TypeAlias = "Callable[..., Tensor]"
 """Makes a tensor without values, like another one and on the device ``device``."""
@@ -41,10 +40,6 @@ class FlatBroadcast(NamedTuple):
     send: Callable[[Tensor], Any]
     buffers: Sequence[Tensor]
 
-    def read(self, own: bool = True) -> Tensor:
-        """The flat buffer with the tensors' current values. If it is its ``own`` memory, they may be changed then."""
-        return flatten(self.bucket, self.tensors, own)
-
 
 Later: TypeAlias = "Callable[[FlatBroadcast], object]"
 """Receives the broadcast of a bucket, and launches it later."""
@@ -52,11 +47,6 @@ Later: TypeAlias = "Callable[[FlatBroadcast], object]"
 
 class Transport:
     """Copies and sums tensors across devices. Results own their memory unless a method says otherwise."""
-
-    @property
-    def flattens_single_tensors(self) -> bool:
-        """True if a call with one tensor uses flat buffers too, because they travel faster."""
-        return True
 
     # ---- how data moves: what a transport defines --------------------------------------------------------------------
 
@@ -68,47 +58,26 @@ class Transport:
         """Copies the data into ``target``, of the same shape, on any device. By default torch copies it."""
         target.copy_(source)
 
-    def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor], senders_wait: bool = True) -> None:
-        """Copies source i into target i, unless it is the same tensor. The caller holds the memory for peers.
-
-        Without ``senders_wait`` the streams of the sources may go on when the sources have been read.
-        """
+    def copy_each(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Copies source i into target i, unless it is the same tensor. The caller holds the memory for peers."""
         for target, source in zip(targets, sources, strict=True):
             if target is not source:
                 self.copy(target, source)
-
-    def send_each(self, tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[Tensor]:
-        """Each tensor on its device: itself if it is there already. By default they are sent one after the other."""
-        pairs = zip(tensors, devices, strict=True)
-        return [tensor if device == tensor.device else self.send(tensor, device) for tensor, device in pairs]
 
     def broadcast_flat(self, source: Tensor, buffers: Sequence[Tensor]) -> None:
         """Copies the flat buffer ``source`` into ``buffers`` of its size. By default along a star.
 
         The buffers are on distinct devices other than the source's.
         """
-        self.execute(tables.broadcast(source, buffers))
+        self.execute(copies(buffers, [source] * len(buffers)))
 
-    def add_up(self, flats: Iterable[Tensor], destination: torch.device) -> Tensor:
-        """The sum of flat buffers, added in the order given, on ``destination``. It may overwrite the buffers.
-
-        By default the destination takes a buffer from ``flats`` when it has added the buffer before.
-        """
-        remaining = iter(flats)
-        first = next(remaining)
-        total = self.to_device(first, destination).to(summed_in(first.dtype))
-        for flat in remaining:
-            total.add_(self.to_device(flat, destination))
+    def add_up(self, flats: Sequence[Tensor], destination: torch.device) -> Tensor:
+        """The sum of flat buffers, added in the order given, on ``destination``. It may overwrite the buffers."""
+        first, wide = flats[0], summed_in(flats[0].dtype)
+        is_there = first.device == destination and first.dtype == wide
+        total = first if is_there else torch.empty_like(first, dtype=wide, device=destination)
+        self.execute([TensorRow(total, flats)])
         return total.to(first.dtype)
-
-    def reduce_scatter(
-        self, matrices: Sequence[Tensor], out: Sequence[Tensor], empty: Allocate = torch.empty_like
-    ) -> None:
-        """Copies row j of the sum of the matrices into ``out[j]``; see `comm.reduce_scatter`. By default by copies."""
-        rows = [TensorRow(target, [matrix[at] for matrix in matrices]) for at, target in enumerate(out)]
-        self.execute(rows, empty)
-
-    # ---- what a plan says --------------------------------------------------------------------------------------------
 
     def execute(self, rows: Sequence[TensorRow], empty: Allocate = torch.empty_like) -> None:
         """Copies and adds what a plan of ``comm.tables`` says, on the current streams. Memory is held for peers once.
@@ -123,7 +92,7 @@ class Transport:
         hold_for_peers(received, [term for row in rows for term in row.terms])
 
     def add_terms(self, rows: Sequence[TensorRow], empty: Allocate) -> list[Tensor]:
-        """Executes rows with several terms, and returns the memory to hold for peers: buffers that have received some.
+        """Executes rows with several terms, and returns the memory to hold for peers: that which has received terms.
 
         Where each device adds terms of all, it receives in each step from another one than the others do, so that all
         links are busy.
@@ -150,7 +119,7 @@ class Transport:
                     target.add_(term)
                 elif term.data_ptr() != target.data_ptr():
                     target.copy_(term)
-        return [*buffers.values()]
+        return [*buffers.values(), *(row.target for row in rows)]
 
     # ---- one tensor --------------------------------------------------------------------------------------------------
 
@@ -161,12 +130,6 @@ class Transport:
         sent = self.send(Tensor.detach(tensor), device)
         hold_for_peers([sent], [tensor])
         return same_kind(sent, tensor, self.send)
-
-    def broadcast(self, tensor: Tensor, devices: Sequence[torch.device]) -> list[Tensor]:
-        """One tensor for each slot. Slots on one device share one copy."""
-        if self.flattens_single_tensors and travels_flat(tensor):
-            return [copy for (copy,) in self.broadcast_coalesced([tensor], devices, own=False)]
-        return self._broadcast_singly(tensor, devices, own=False)
 
     def _broadcast_singly(self, tensor: Tensor, devices: Sequence[torch.device], own: bool) -> list[Tensor]:
         if own:
@@ -183,14 +146,7 @@ class Transport:
         if are_apart and are_alike and all(travels_flat(t) and t.is_contiguous() for t in both):
             self.broadcast_flat(tensor.view(-1), [target.view(-1) for target in out])
         else:
-            self.execute(tables.broadcast(tensor, out))
-
-    def reduce_add(self, inputs: Sequence[Tensor], destination: torch.device) -> Tensor:
-        """The sum, in slot order, on ``destination``. A single input is returned as it is."""
-        if len(inputs) > 1 and not (self.flattens_single_tensors and all(map(travels_flat, inputs))):
-            return self._sum_singly(inputs, destination)
-        (total,) = self.reduce_add_coalesced([[tensor] for tensor in inputs], destination)
-        return total
+            self.execute(copies(out, [tensor] * len(out)))
 
     def _sum_singly(self, inputs: Sequence[Tensor], destination: torch.device) -> Tensor:
         dtype = inputs[0].dtype
@@ -233,11 +189,10 @@ class Transport:
             others = [device for device in dict.fromkeys(devices) if device != first.device]
             buffers = {device: torch.empty(bucket.numel, dtype=first.dtype, device=device) for device in others}
             send = partial(self.broadcast_flat, buffers=[*buffers.values()])
-            broadcast = FlatBroadcast(bucket.indices, bucket, tensors, send, [*buffers.values()])
             if later is None:
-                send(flat := broadcast.read(own=False))
+                send(flat := flatten(bucket, tensors, own=False))
             else:
-                later(broadcast)
+                later(FlatBroadcast(bucket.indices, bucket, tensors, send, [*buffers.values()]))
             arrived = {device: unflatten(bucket, buffer) for device, buffer in buffers.items()}
             for slot in needing:
                 parts = arrived.pop(devices[slot], None) if own else arrived[devices[slot]]
@@ -285,9 +240,7 @@ class Transport:
             for term in terms[2:]:
                 _torch.foreach_add_(totals, term)
             return list(totals)
-        # A generator, because a star flattens the next slot's tensors when it has added the buffer before.
-        flats = (flatten(bucket, tensors) for tensors in inputs)
-        return unflatten(bucket, self.add_up(flats, destination))
+        return unflatten(bucket, self.add_up([flatten(bucket, tensors) for tensors in inputs], destination))
 
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
@@ -301,28 +254,14 @@ class Transport:
             chunks = [Tensor.narrow_copy(whole, dim, start, size) for start, size in zip(starts, sizes, strict=True)]
         else:
             chunks = list(torch.split_with_sizes(Tensor.detach(tensor), list(sizes), dim))
-        moved = self.send_each(chunks, devices)
-        hold_for_peers(moved, [tensor])
+        pairs = [*zip(chunks, devices, strict=True)]
+        if all(map(travels_flat, chunks)):
+            moved = [chunk if chunk.device == on else torch.empty_like(chunk, device=on) for chunk, on in pairs]
+            self.execute(copies(moved, chunks))
+        else:
+            moved = [chunk if chunk.device == on else self.send(chunk, on) for chunk, on in pairs]
+            hold_for_peers(moved, [tensor])
         return [same_kind(chunk, tensor, self.send) for chunk in moved]
-
-    def scatter_coalesced(
-        self, tensors: Sequence[Tensor], devices: Sequence[torch.device], sizes: Sequence[int], dim: int
-    ) -> list[list[Tensor]]:
-        """For each tensor what `scatter` returns. All are on one device, and `travels_flat` is true for each.
-
-        What one slot gets travels in a flat buffer for each dtype. Then each chunk gets memory of its own.
-        """
-        split = [torch.split_with_sizes(Tensor.detach(tensor), list(sizes), dim) for tensor in tensors]
-        by_slot = [[*chunks] for chunks in zip(*split, strict=True)]
-        away = [slot for slot, device in enumerate(devices) if device != tensors[0].device]
-
-        def send(at: int, bucket: Bucket, chunks: Sequence[Tensor]) -> Tensor:
-            return self.to_device(flatten(bucket, chunks), devices[away[at]])
-
-        received = send_packed([by_slot[slot] for slot in away], [sizes[slot] for slot in away], send)
-        for slot, chunks in zip(away, received, strict=True):
-            by_slot[slot] = chunks
-        return [[*chunks] for chunks in zip(*by_slot, strict=True)]
 
     def gather(self, tensors: Sequence[Tensor], dim: int, destination: torch.device) -> Tensor:
         """The tensors one after the other along ``dim``. A single tensor on ``destination`` is returned as it is."""
@@ -331,10 +270,10 @@ class Transport:
         if all(tensor.device == destination for tensor in tensors) or not all(map(travels_flat, tensors)):
             return torch.cat([self.to_device(tensor, destination) for tensor in tensors], dim)
         first = tensors[0]
-        shape = list(first.shape)
-        shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+        sizes = [tensor.shape[dim] for tensor in tensors]
+        shape = [*first.shape[:dim], sum(sizes), *first.shape[dim:][1:]]
         stride = torch.empty_like(first, device="meta").stride()
         order = sorted(range(first.dim()), key=lambda dim: -stride[dim])
         out = torch.empty_permuted(shape, order, dtype=first.dtype, device=destination)
-        self.execute(tables.gather(tensors, out, dim))
+        self.execute(copies(torch.split(out, sizes, dim), tensors))
         return out

@@ -397,7 +397,8 @@ class ReducerBucket(SourceBucket):
         """Returns gradients in a flat buffer with this layout: in theirs if it has that, else on the current stream."""
         if sums is None:
             return self.zeros()
-        if sums.bucket is not None and sums.bucket.row_major and sums.bucket.indices == self.layout.indices:
+        is_row_major = sums.bucket is not None and all(layout.row_major for layout, _ in sums.bucket.runs)
+        if sums.bucket is not None and is_row_major and sums.bucket.indices == self.layout.indices:
             assert sums.flat is not None
             return sums.flat
         filled = []

@@ -9,11 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dataparallel.comm import nccl
 from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookCall
 from dataparallel.gradients.ordered_pass import AsyncResult
 from dataparallel.machines.collectives import stage
-from dataparallel.machines.lanes import Lane
+from dataparallel.machines.lanes import Lane, launching
 
 _BACKWARD = "backward"
 
@@ -85,7 +84,7 @@ class _HookedResult:
         staged, is_nccl = self._staged, self._machines.is_nccl(self._staged.payload.device)
         if staged.is_copied and staged.event is not None:
             staged.event.synchronize()
-        with nccl.launching if is_nccl else nullcontext():
+        with launching if is_nccl else nullcontext():
             self._hook_call = HookCall(self._hook, self._bucket, staged.event if is_nccl else None)
         return self._hook_call.future
 

@@ -19,37 +19,28 @@ import torch
 import torch.cuda.nccl
 
 from dataparallel._version import __version__
-from dataparallel.comm import choose_transport
-from dataparallel.comm.buckets import DEFAULT_CAP_BYTES
-from dataparallel.comm.peer_kernels import P2P_BY_NVLINK, P2P_OK
-from dataparallel.comm.peers import PEER_CHECK_VARIABLE, peers_are_checked
-from dataparallel.comm.transport_choice import PLAIN, Collective
+from dataparallel.comm import settings
+from dataparallel.comm.peers import P2P_BY_NVLINK, P2P_OK, PEER_CHECK_VARIABLE, peers_are_checked
 from dataparallel.devices import all_devices
-from dataparallel.tracing.rows import aligned
 
 _CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 _READ, _WRITE = 0, 1  # numbers, as for `P2P_BY_NVLINK`
-_WORK: dict[str, Collective] = {
-    "batch": "scatter", "weights": "broadcast", "gradients": "reduce_add", "outputs": "gather"
-}  # fmt: skip
-_SIZES = {"": DEFAULT_CAP_BYTES, "64 KiB": 2**16, "25 MiB": 25 * 2**20}
 
 
 def description() -> str:
-    """What this machine has, what would carry tensors between its devices, and what to do next."""
+    """What this machine has, what carries tensors between its devices, and what to do next."""
     devices = all_devices()
     lines = [
         ("dataparallel", __version__),
         ("torch", f"{torch.__version__} ({about_torch()}), Python {platform.python_version()}"),
         ("accelerator", about(devices)),
         *about_gpus(),
+        ("transport", about_transport()),
         ("peer check", _peer_check()),
         ("NCCL", about_nccl()),
         ("CuPy", about_cupy()),
     ]
-    carried = [("tensors", "transport", "route", "why"), *carriers(devices)] if len(devices) > 1 else []
-    table = [aligned(carried, words=range(4))] if carried else []
-    return "\n\n".join([_facts(lines), *table, "what to do next\n" + _facts(next_steps(devices), "  ")])
+    return "\n\n".join([_facts(lines), "what to do next\n" + _facts(next_steps(devices), "  ")])
 
 
 def _facts(lines: Sequence[tuple[str, str]], indent: str = "") -> str:
@@ -70,6 +61,15 @@ def about_torch() -> str:
     if torch.version.hip is not None:
         return f"HIP {torch.version.hip}"
     return "no CUDA, no HIP" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+
+
+def about_transport() -> str:
+    try:
+        asked = settings.current()
+    except ValueError as error:
+        return str(error)
+    default = "torch's copies; for fully_shard kernels that read peers, if CuPy is there and NVLink joins all"
+    return f"{asked!r} was asked for" if asked else default
 
 
 def _peer_check() -> str:
@@ -93,21 +93,6 @@ def about_cupy() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     return ", ".join(found) or "not installed"
-
-
-def carriers(devices: Sequence[torch.device]) -> list[tuple[str, str, str, str]]:
-    sized = [(name, size) for name in ("weights", "gradients") for size in _SIZES if size]
-    found = []
-    for name, size in [("batch", ""), *sized, ("outputs", "")]:
-        try:
-            choice = choose_transport(devices, _WORK[name], _SIZES[size])
-        except ValueError as error:
-            found.append((f"{name} {size}", "refused", "", str(error)))
-            continue
-        condition = ", if all devices have peer access" if choice.transport == "cupy" else ""
-        why = choice.reason.removeprefix(f"{PLAIN}; {choice.route}: ") + condition
-        found.append((f"{name} {size}", choice.transport, choice.route, why))
-    return found
 
 
 def about_gpus() -> list[tuple[str, str]]:

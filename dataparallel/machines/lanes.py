@@ -28,7 +28,6 @@ from torch.futures import Future
 
 from dataparallel import _torch
 from dataparallel.autograd.pass_of_backward import running_pass
-from dataparallel.comm import nccl
 from dataparallel.devices import CPU
 from dataparallel.machines.collectives import SLICE, Link, Transfer, stage
 from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed, differences
@@ -48,6 +47,11 @@ _Pauses: TypeAlias = Iterator[bool]
 
 _given: dict[int, tuple[Any, Machines]] = {}
 """Users' groups by their ids, with their `Machines`. They are held until they are destroyed, on all ranks alike."""
+
+
+launching = threading.Lock()
+"""Held by the thread that launches NCCL. NCCL forbids launches from several threads at once, on any communicators: two
+launches that wait for each other's kernels hang. The lock does not cover launches that the user makes."""
 
 
 class End(NamedTuple):
@@ -261,7 +265,7 @@ class Lane:
             yield from self._take_turn(result)
         link = Link(over.index(state.rank), len(over), gloo, state.communicators(over) if state.has_nccl else None)
         # Held for all devices of the item, so that other launches on them come before it or after it on each.
-        with nccl.launching if state.has_nccl else nullcontext():
+        with launching if state.has_nccl else nullcontext():
             for each, call in zip(results, calls, strict=True):
                 each.succeed(call(link))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -91,7 +92,8 @@ class CurrentValues:
             if sent.issuperset(bucket.indices):
                 continue
             if arrivals is not None and bucket.indices[0] in self._may_be_late:
-                late.append(comm.broadcast_into(buffers, bucket, tensors))
+                send = partial(comm.broadcast, out=buffers)
+                late.append(FlatBroadcast(bucket.indices, bucket, tensors, send, buffers))
             else:
                 comm.broadcast(flatten(bucket, tensors), out=buffers)
         if arrivals is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -179,19 +179,18 @@ def text_of(rows: Sequence[Row], seconds: float, behind: float, advice: Sequence
     else:
         device = "not known, or CPU slots"
     notes = [f"device: {device}", "waiting: until a replica's turn came; in the last row for devices, after the block"]
-    return "\n".join([aligned(cells, words=(0, 1)), *notes, *(f"to try: {sentence}" for sentence in advice)])
+    return "\n".join([_aligned(cells), *notes, *(f"to try: {sentence}" for sentence in advice)])
 
 
-def aligned(rows: Iterable[Sequence[str]], words: Collection[int] = (0,)) -> str:
-    """Rows as lines, in columns of the same width. Columns of `words` begin at the left, others end at the right."""
-    lines = [*rows]
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of columns of the same width. The first two columns begin at the left, others end at the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if column in words else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
-        for row in lines
+        for line in lines
     )
 
 

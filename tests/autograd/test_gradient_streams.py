@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from clocked import check_clocks
 from dataparallel import DataParallel
 from dataparallel.autograd.bucket_gradients import GradientStreams, ReadyEvent, SourceGradients, ToSlots
-from dataparallel.comm.routes import TorchCopies
+from dataparallel.comm.routes import Star
 from dataparallel.composable import replicate
 from graphs import nodes_of
 from memory import WITHOUT_LOCK
@@ -270,13 +270,13 @@ def test_a_sum_that_nobody_uses_is_not_freed_while_it_is_written(
         loss.backward()
         assert all(parameter.grad is None for parameter in model.parameters())
     else:
-        add_up = TorchCopies.add_up
+        add_up = Star.add_up
 
-        def fail(self: TorchCopies, flats: Any, destination: torch.device) -> Tensor:
+        def fail(self: Star, flats: Any, destination: torch.device) -> Tensor:
             add_up(self, flats, destination)
             raise ArithmeticError("from a launch")
 
-        monkeypatch.setattr(TorchCopies, "add_up", fail)
+        monkeypatch.setattr(Star, "add_up", fail)
         with pytest.raises(ArithmeticError, match="from a launch"):
             wrap(model, slots)(x).square().sum().backward()
     gc.collect()

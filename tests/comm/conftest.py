@@ -12,14 +12,34 @@ from kernel_runner import Kernels
 
 from dataparallel.comm import transport_choice
 from dataparallel.comm.kernels import DeviceTable
+from dataparallel.comm.settings import TRANSPORT_VARIABLE
+
+ROUTES = {"star": 2**62, "chain": 0}
+"""Ways of plain copies between three devices or more: below how many bytes they take a star."""
 
 
 @pytest.fixture
 def forgetful() -> Iterator[None]:
     """Other tests know nothing of what this test has made transports available for."""
-    transport_choice.forget()
+    choose_again()
     yield
-    transport_choice.forget()
+    choose_again()
+
+
+def choose_again() -> None:
+    """Forgets all transports."""
+    transport_choice._transport.cache_clear()
+    transport_choice._why_no_tables.cache_clear()
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How all tensors travel, in every thread: one of `ROUTES`, or a transport. Tests give it by ``indirect``."""
+    name: str = request.param
+    monkeypatch.setenv(TRANSPORT_VARIABLE, "copy" if name in ROUTES else name)
+    if name in ROUTES:
+        monkeypatch.setattr(transport_choice, "STAR_BELOW_BYTES", ROUTES[name])
+    return name
 
 
 @pytest.fixture

@@ -27,15 +27,14 @@ def test_broadcast_hands_the_tensor_itself_to_slots_on_its_device(slots: list, r
         assert (copy is tensor) == (copy.device == root)
 
 
-@pytest.mark.parametrize("route", ["star", "chain"])
+@pytest.mark.parametrize("way", ["star", "chain"], indirect=True)
 @pytest.mark.slots(4)
-def test_broadcast_into_out_of_other_dtypes_converts_once(route: str, slots: list, root: torch.device) -> None:
+def test_broadcast_into_out_of_other_dtypes_converts_once(way: str, slots: list, root: torch.device) -> None:
     """What one of them has rounded is not passed on to the next."""
     tensor = torch.randn(5, device=root)
     dtypes = [torch.float16, torch.float32, torch.float64]
     out = [torch.zeros(5, dtype=dtype, device=slot) for dtype, slot in zip(dtypes, slots[1:], strict=True)]
-    with comm.using(route=route):
-        copies = comm.broadcast(tensor, out=out)
+    copies = comm.broadcast(tensor, out=out)
     assert all(copy is target for copy, target in zip(copies, out, strict=True))
     assert all(torch.equal(target.to(root), tensor.to(target.dtype)) for target in out)
 
@@ -55,6 +54,15 @@ def test_sums_go_to_the_first_device_unless_told(slots: list) -> None:
     assert comm.reduce_add_coalesced([[term] for term in terms])[0].device == terms[0].device
     assert comm.reduce_add(terms, "cpu").device.type == "cpu"
     assert comm.reduce_add_coalesced([[term] for term in terms], "cpu")[0].device.type == "cpu"
+
+
+@pytest.mark.parametrize("way", ["star", "chain"], indirect=True)
+@pytest.mark.slots(4)
+def test_sums_leave_their_terms_as_they_are(way: str, slots: list) -> None:
+    terms = [torch.ones(5, device=slot) for slot in slots]
+    totals = [comm.reduce_add(terms), *comm.reduce_add_coalesced([[term] for term in terms])]
+    assert all(total.tolist() == [4.0] * 5 for total in totals)
+    assert all(term.tolist() == [1.0] * 5 for term in terms)
 
 
 # Scatter and gather
@@ -210,11 +218,11 @@ def test_a_missing_dimension_is_an_index_error(dim: int) -> None:
 @pytest.mark.parametrize(
     ("call", "shapes", "message"),
     [
-        (comm.broadcast, [(4, 2), (4, 3)], r"out\[1\] has shape \(4, 3\), the tensor to broadcast \(4, 2\)"),
-        (comm.scatter, [(2, 2), (2, 3)], r"out\[1\] has shape \(2, 3\), its chunk has \(2, 2\)"),
+        (comm.broadcast, [(4, 2), (4, 3)], r"out\[1\] has shape \(4, 3\), expected \(4, 2\)"),
+        (comm.scatter, [(2, 2), (2, 3)], r"out\[1\] has shape \(2, 3\), expected \(2, 2\)"),
         (comm.scatter, [(2, 2), ()], r"out\[1\] has shape \(\)"),
         (comm.scatter, [(2, 2), (1, 2)], "add up to 3, the tensor has 4"),
-        (lambda tensor, out: comm.gather([tensor, tensor], out=out[0]), [(4, 2)], r"out has shape \(4, 2\), .*\(8, 2"),
+        (lambda tensor, out: comm.gather([tensor, tensor], out=out[0]), [(4, 2)], r"out has shape \(4, 2\) .*\(8, 2"),
     ],
     ids=["broadcast", "scatter", "scatter to a number", "scatter sizes", "gather"],
 )

@@ -10,22 +10,13 @@ from torch import Tensor, nn
 
 from clocked import check_clocks
 from dataparallel import DataParallel, comm
-from dataparallel.comm.settings import ROUTE_VARIABLE, ROUTES, TRANSPORT_VARIABLE
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard, replicate
 
-pytestmark = pytest.mark.devices("sim", "stand-in")
-
-WAYS = [*(("copy", route) for route in ROUTES), ("host", "")]
-"""Transports that run on simulated devices, and the routes of those that have several."""
-
-
-@pytest.fixture(params=WAYS, ids=lambda way: " ".join(way).strip())
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How all tensors travel, in every thread."""
-    transport, route = request.param
-    monkeypatch.setenv(TRANSPORT_VARIABLE, transport)
-    monkeypatch.setenv(ROUTE_VARIABLE, route)
+pytestmark = [
+    pytest.mark.devices("sim", "stand-in"),
+    pytest.mark.parametrize("way", ["star", "chain", "host"], indirect=True),
+]
 
 
 OPERATIONS: dict[str, Callable[[Tensor, list[Tensor]], object]] = {
@@ -38,7 +29,7 @@ OPERATIONS: dict[str, Callable[[Tensor, list[Tensor]], object]] = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_copy_comes_after_what_the_receiving_streams_wait_for(
-    operation: str, way: None, slots: list, root: torch.device
+    operation: str, way: str, slots: list, root: torch.device
 ) -> None:
     """The source has been written on another stream. The stream on which it leaves has not waited for that."""
     source = torch.zeros(5, device=root)
@@ -64,7 +55,7 @@ def test_a_copy_comes_after_what_the_receiving_streams_wait_for(
 
 @pytest.mark.parametrize("operation", ["copies", "gather", "scatter"])
 def test_what_the_sending_stream_is_given_next_comes_after_a_copy(
-    operation: str, way: None, slots: list, root: torch.device
+    operation: str, way: str, slots: list, root: torch.device
 ) -> None:
     """Who waits for an event on it may write to what has been received."""
     source, targets = torch.ones(5, device=root), [torch.zeros(5, device=device) for device in slots[1:]]
@@ -114,7 +105,7 @@ FORMS: dict[str, Callable[[Net, list], nn.Module]] = {
 
 @pytest.mark.slots(2, 4, long=[3, 8])
 @pytest.mark.parametrize("form", FORMS)
-def test_steps_of_every_form(form: str, way: None, slots: list, root: torch.device) -> None:
+def test_steps_of_every_form(form: str, way: str, slots: list, root: torch.device) -> None:
     """The clocks see parameters that are read beside the optimizer, and gradients that are added too early."""
     torch.manual_seed(0)
     model = FORMS[form](Net().to(root), slots)

@@ -11,7 +11,7 @@ from torch import Tensor
 from clocked import check_clocks
 from dataparallel import comm
 from dataparallel.comm import transport
-from dataparallel.comm.routes import TorchCopies
+from dataparallel.comm.routes import STAR, Chain
 from dataparallel.comm.streams.current import piece_streams
 
 pytestmark = [pytest.mark.devices("sim", "stand-in")]
@@ -27,15 +27,15 @@ def everyone(slots: list) -> list[torch.device]:
     return devices
 
 
-def broadcast(route: str, pieces: int, everyone: list[torch.device]) -> list[Tensor]:
+def broadcast(pieces: int, everyone: list[torch.device]) -> list[Tensor]:
     source, *buffers = (torch.full((SIZE,), float(device.index), device=device) for device in everyone)
-    TorchCopies(route, pieces).broadcast_flat(source, buffers)
+    Chain(pieces).broadcast_flat(source, buffers)
     return buffers
 
 
-def add_up(route: str, pieces: int, everyone: list[torch.device], destination: int = 0) -> Tensor:
+def add_up(pieces: int, everyone: list[torch.device], destination: int = 0) -> Tensor:
     flats = [torch.ones(SIZE, device=device) for device in everyone]
-    return TorchCopies(route, pieces).add_up(flats, everyone[destination])
+    return Chain(pieces).add_up(flats, everyone[destination])
 
 
 # Steps: each is the time of one copy of a piece
@@ -46,11 +46,11 @@ def add_up(route: str, pieces: int, everyone: list[torch.device], destination: i
 def test_steps_of_a_chain(pieces: int, everyone: list, monkeypatch: pytest.MonkeyPatch) -> None:
     n = len(everyone)
     with Ports(monkeypatch) as ports:
-        broadcast("chain", pieces, everyone)
+        broadcast(pieces, everyone)
     # One piece is all of the buffer, and a second stream would not help.
     assert ports.steps == n - 2 + pieces
     with Ports(monkeypatch) as ports:
-        add_up("chain", pieces, everyone)
+        add_up(pieces, everyone)
     assert ports.steps == n - 1 + pieces
 
 
@@ -67,7 +67,7 @@ def test_buckets_in_one_block_follow_each_other_without_a_gap(
     ]
     with Ports(monkeypatch) as ports, piece_streams(everyone, 3):
         for (source, *buffers), size in zip(buckets, sizes, strict=True):
-            TorchCopies("chain" if size == SIZE else "star", pieces).broadcast_flat(source, buffers)
+            (Chain(pieces) if size == SIZE else STAR).broadcast_flat(source, buffers)
     assert ports.steps == len(everyone) - 2 + pieces + pieces + sizes.count(1)
     for source, *buffers in buckets:
         assert all(torch.equal(buffer.cpu(), source.cpu()) for buffer in buffers)
@@ -111,7 +111,7 @@ def test_the_callers_streams_wait_for_everything(work, everyone: list) -> None:
     """Nothing is left on another stream when memory is used again or freed."""
     before = {device: torch.accelerator.current_stream(device) for device in everyone}
     for _ in range(3):
-        result = work("chain", 3, everyone)
+        result = work(3, everyone)
         for tensor in result if isinstance(result, list) else [result]:
             tensor.add_(1)
         assert {device: torch.accelerator.current_stream(device) for device in everyone} == before

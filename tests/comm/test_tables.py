@@ -289,13 +289,9 @@ def test_parts_are_scattered_and_gathered_and_a_whole_is_broadcast(
     there, back = whole.to(on[0]), torch.zeros_like(whole, device=on[-1])
     scattered = [torch.zeros_like(part, device=device) for part, device in zip(parts, on, strict=False)]
     copies = [torch.zeros_like(whole, device=device) for device in on]
-    for plan in (
-        tables.scatter(there, scattered, dim),
-        tables.gather(scattered, back, dim),
-        tables.broadcast(there, copies),
-    ):
-        assert all(row.target.shape == term.shape for row in plan for term in row.terms)
-        transport.execute(plan)
+    transport.execute(tables.copies(scattered, torch.split(there, sizes, dim)))
+    transport.execute(tables.copies(torch.split(back, sizes, dim), scattered))
+    transport.execute(tables.copies(copies, [there] * len(copies)))
     for found, expected in zip([*scattered, back, *copies], [*parts, *[whole] * 9], strict=True):
         assert torch.equal(bytes_of(found.cpu()), bytes_of(expected))
     check_clocks()
@@ -315,7 +311,7 @@ def test_rows_of_matrices_are_added_in_slot_order(
     out = [torch.full((columns,), 7, dtype=wide, device=device) for device in on]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dataparallel.comm.transport._OVERLAP_ABOVE_BYTES", sent_on_another_stream_above)
-        transport.reduce_scatter(there, out)
+        transport.execute([TensorRow(row, [matrix[at] for matrix in there]) for at, row in enumerate(out)])
     expected = functools.reduce(torch.add, [matrix.to(wide) for matrix in matrices])
     assert torch.equal(torch.stack([row.cpu() for row in out]), expected)
     assert all(map(torch.equal, [matrix.cpu() for matrix in there], matrices))

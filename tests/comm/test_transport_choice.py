@@ -1,235 +1,245 @@
-"""The choice of transport and route for a call, as a table over machines that need not exist."""
+"""What carries a call: plain copies, unless kernels were asked for and support it; copies that failed go by the host.
 
-import itertools
+The choice is tried on CUDA devices of which only the names exist, and in whole steps on simulated ones.
+"""
+
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from dataparallel.comm.settings import ROUTES, TRANSPORTS, CommSettings
-from dataparallel.comm.transport_choice import Choice, choose
+from dataparallel import DataParallel, comm
+from dataparallel.comm import kernels, peers, transport_choice
+from dataparallel.comm.host import ThroughHost
+from dataparallel.comm.kernels import Cupy
+from dataparallel.comm.routes import Chain, Star
+from dataparallel.comm.settings import TRANSPORT_VARIABLE, TRANSPORTS
+from dataparallel.comm.transport_choice import transport_for
 
-pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
+pytestmark = pytest.mark.usefixtures("forgetful")
+pure = pytest.mark.devices("cpu")  # without slots one run is enough
 
 CPU = torch.device("cpu")
-OTHER = torch._C._get_privateuse1_backend_name()  # the simulated devices, where there are some
-WORK = ["broadcast", "reduce_add", "gather", "scatter"]
-
-ALL: dict[str, str | None] = dict.fromkeys(TRANSPORTS)
-PLAIN = ALL | {"nccl": "this torch has no NCCL", "cupy": "CuPy is not installed"}
-
-SMALL, LARGE = 2**10, 2**26
+WORK = ["broadcast", "reduce_add", "gather", "scatter", "reduce_scatter"]
+SMALL, MIDDLE, LARGE = 2**10, 2**20, 2**26  # bytes
+BROKEN = (torch.device("cuda", 2), torch.device("cuda", 1))
 
 
 def cuda(*indices: int) -> list[torch.device]:
     return [torch.device("cuda", index) for index in indices]
 
 
-def sim(*indices: int) -> list[torch.device]:
-    return [torch.device(OTHER, index) for index in indices]
-
-
-ONE = cuda(0)
 ONE_TWICE = cuda(0, 0)
 CPU_SLOTS = [CPU] * 3
 CUDA_2 = cuda(0, 1)
 CUDA_4 = cuda(*range(4))
 CUDA_8 = cuda(*range(8))
 CUDA_TWICE = cuda(0, 1, 2, 1)
-SIM_2 = sim(0, 1)
-SIM_8 = sim(*range(8))
-SIM_PAIRS = sim(0, 0, 1, 1)
 MIXED = [CPU, *cuda(0, 1)]
-CPU_AND_SIM = [CPU, *sim(0, 1)]
-MIXED_ONE = [CPU, *sim(0)]
+MIXED_BROKEN = [CPU, *cuda(0, 1, 2)]
+CPU_AND_ONE = [CPU, *cuda(0)]
 
 
-def decide(
-    work: str,
-    where: list[torch.device],
-    nbytes: int = LARGE,
-    settings: CommSettings = CommSettings(),  # noqa: B008
-    available: dict[str, str | None] = PLAIN,
-    failed_pairs: object = frozenset(),
-) -> Choice:
-    return choose(work, where, nbytes, settings, available.get(settings.transport or ""), failed_pairs)
+@pytest.fixture
+def failed(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Pairs whose copies have failed their check, on a machine whose devices kernels serve."""
+    pairs: list = []
+    monkeypatch.setattr(transport_choice, "failed_pairs", lambda devices: [p for p in pairs if {*p} <= {*devices}])
+    monkeypatch.setattr(kernels, "why_not", lambda devices: None)
+    return pairs
 
 
-# devices, work, bytes -> route
+def chosen(work: str, where: list, nbytes: int = LARGE, asked: str | None = None) -> type:
+    with comm.using(transport=asked):
+        return type(transport_for(work, where, [torch.empty(nbytes, dtype=torch.uint8, device="meta")]))
+
+
+# devices, work, bytes, class
 TABLE = [
     # Nothing travels.
-    (ONE, "broadcast", LARGE, "star"),
-    (ONE_TWICE, "reduce_add", LARGE, "star"),
-    (CPU_SLOTS, "broadcast", LARGE, "star"),
-    (CPU_SLOTS, "reduce_add", LARGE, "star"),
+    *((where, work, LARGE, Star) for where in (ONE_TWICE, CPU_SLOTS, cuda(0)) for work in WORK),
     # The routes of plain copies.
-    (CUDA_2, "broadcast", LARGE, "star"),
-    (CUDA_2, "reduce_add", LARGE, "star"),
-    (CUDA_4, "broadcast", 0, "star"),
-    (CUDA_4, "broadcast", SMALL, "star"),
-    (CUDA_4, "broadcast", 2**20, "chain"),
-    (CUDA_4, "broadcast", LARGE, "chain"),
-    (CUDA_4, "reduce_add", SMALL, "star"),
-    (CUDA_4, "reduce_add", LARGE, "chain"),
-    (CUDA_TWICE, "reduce_add", LARGE, "chain"),
-    # Simulated devices: the same rules.
-    (SIM_2, "broadcast", LARGE, "star"),
-    (SIM_PAIRS, "broadcast", LARGE, "star"),
-    (SIM_8, "broadcast", SMALL, "star"),
-    (SIM_8, "broadcast", LARGE, "chain"),
-    (SIM_8, "reduce_add", SMALL, "star"),
-    (SIM_8, "reduce_add", LARGE, "chain"),
+    *((CUDA_2, work, LARGE, Star) for work in WORK),
+    *((where, work, SMALL, Star) for where in (CUDA_4, CUDA_8) for work in WORK),
+    *((where, work, LARGE, Chain) for where in (CUDA_4, CUDA_8, CUDA_TWICE) for work in WORK[:2]),
+    (CUDA_4, "broadcast", 0, Star),
+    (CUDA_4, "broadcast", MIDDLE - 1, Star),
+    (CUDA_4, "broadcast", MIDDLE, Chain),
     # The CPU among the devices: copies from and to it block.
-    (MIXED, "broadcast", LARGE, "star"),
-    (MIXED, "reduce_add", LARGE, "star"),
-    (MIXED_ONE, "broadcast", LARGE, "star"),
+    *((where, work, LARGE, Star) for where in (MIXED, CPU_AND_ONE) for work in WORK),
     # Every chunk has one way.
-    *((where, work, LARGE, "star") for where in (CUDA_8, SIM_8, MIXED) for work in WORK[2:]),
+    *((where, work, LARGE, Star) for where in (CUDA_8, MIXED) for work in WORK[2:]),
 ]
 
 
-@pytest.mark.parametrize("available", [ALL, PLAIN])
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize(("where", "work", "nbytes", "route"), TABLE)
-def test_by_default_plain_copies_take_a_route(
-    where: list, work: str, nbytes: int, route: str, deterministic: bool, available: dict
+@pure
+@pytest.mark.parametrize("asked", [None, "copy"])
+@pytest.mark.parametrize(("where", "work", "nbytes", "found"), TABLE)
+def test_plain_copies_take_a_route(
+    where: list, work: str, nbytes: int, found: type, asked: str | None, failed: list
 ) -> None:
-    settings = CommSettings(deterministic=deterministic)
-    assert decide(work, where, nbytes, settings, available)[:2] == ("copy", route)
+    assert chosen(work, where, nbytes, asked) is found
 
 
-# What a user asks for
+@pure
+@pytest.mark.parametrize("sizes", [[MIDDLE // 2, MIDDLE // 2], [MIDDLE]])
+def test_what_travels_in_one_bucket_decides(sizes: list[int], failed: list) -> None:
+    tensors = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+    assert type(transport_for("broadcast", CUDA_4, tensors)) is Chain
+    # A tensor that is larger than a bucket is one of its own.
+    assert type(transport_for("broadcast", CUDA_4, tensors, 2**10)) is (Chain if len(sizes) == 1 else Star)
 
 
+@pure
 @pytest.mark.parametrize(
-    ("work", "asked", "route"),
+    ("work", "where", "nbytes", "found"),
     [
-        *((work, route, route) for work in WORK[:2] for route in ROUTES),
-        *itertools.product(["gather", "scatter"], ROUTES, ["star"]),
+        *((work, where, size, Cupy) for work in WORK[:2] for where in (CUDA_2, CUDA_TWICE) for size in (SMALL, LARGE)),
+        *((work, CUDA_8, SMALL, Cupy) for work in WORK),
+        *((work, CUDA_8, MIDDLE, Star) for work in WORK[2:]),
+        *((work, where, size, Star) for work in WORK for where in (MIXED, CPU_AND_ONE) for size in (SMALL, LARGE)),
+        *((work, where, SMALL, Star) for work in WORK for where in (ONE_TWICE, CPU_SLOTS)),
     ],
 )
-@pytest.mark.parametrize("where", [CUDA_8, CUDA_2, SIM_8, MIXED])
-@pytest.mark.parametrize("transport", [None, "copy"])
-def test_a_route_that_is_asked_for_is_taken_by_plain_copies(
-    work: str, asked: str, route: str, where: list, transport: str | None
+def test_kernels_that_are_asked_for_serve_what_they_support(
+    work: str, where: list, nbytes: int, found: type, failed: list
 ) -> None:
-    for nbytes in (SMALL, LARGE):
-        assert decide(work, where, nbytes, CommSettings(transport, asked), ALL)[:2] == ("copy", route)
+    assert chosen(work, where, nbytes, "cupy") is found
 
 
-@pytest.mark.parametrize(
-    ("transport", "work", "where", "deterministic"),
-    [
-        *((transport, "broadcast", CUDA_8, True) for transport in TRANSPORTS),
-        ("nccl", "broadcast", CUDA_TWICE, True),  # a buffer goes to each device once
-        ("nccl", "reduce_add", CUDA_8, False),
-        ("nccl", "reduce_scatter", CUDA_8, False),
-        ("cupy", "reduce_add", CUDA_TWICE, True),
-    ],
-)
-def test_a_transport_that_is_asked_for_is_used(transport: str, work: str, where: list, deterministic: bool) -> None:
-    for nbytes in (SMALL, LARGE):
-        choice = decide(work, where, nbytes, CommSettings(transport, deterministic=deterministic), ALL)
-        assert choice.transport == transport
-        assert "asked for" in choice.reason
+@pure
+def test_kernels_that_cannot_serve_are_refused_with_the_reason(failed: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "why_not", lambda devices: "CuPy is not installed")
+    for work in WORK[:2]:
+        with pytest.raises(ValueError, match=r"'cupy' was asked for .* between cuda:0, cuda:1: CuPy is not installed"):
+            chosen(work, CUDA_2, LARGE, "cupy")
+    for where in (ONE_TWICE, CPU_SLOTS, MIXED):  # where they have no part, nothing is refused
+        assert chosen("broadcast", where, LARGE, "cupy") is Star
+    assert chosen("gather", CUDA_8, LARGE, "cupy") is Star
 
 
-ANY_ORDER = {"deterministic": False}
-CPU_AND_ONE = [CPU, *cuda(0)]
-TWO_KINDS = [*cuda(0, 1), *sim(0)]
-
-# transport, work, machine, what else is asked for, words of the reason
-FALL_BACK = [
-    *(("nccl", work, where, {}, "has no") for work in WORK[2:] for where in (CUDA_8, MIXED, SIM_8)),
-    *(("cupy", work, where, {}, "has no") for work in WORK[2:] for where in (CUDA_8, MIXED, SIM_8)),
-    ("cupy", "reduce_scatter", CUDA_8, {}, "has no"),
-    *(("nccl", "reduce_add", where, {}, "an order of its own") for where in (CUDA_8, CUDA_TWICE, MIXED, SIM_8)),
-    *(("nccl", "reduce_scatter", where, {}, "an order of its own") for where in (CUDA_8, MIXED, SIM_8)),
-    *((name, work, MIXED, ANY_ORDER, "cpu is none") for name in ("nccl", "cupy") for work in WORK[:2]),
-    *((name, work, CPU_AND_ONE, ANY_ORDER, "fewer than two") for name in ("nccl", "cupy") for work in WORK[:2]),
-    *((name, work, MIXED_ONE, ANY_ORDER, "fewer than two") for name in ("nccl", "cupy") for work in WORK[:2]),
-    *((name, work, TWO_KINDS, ANY_ORDER, f"{OTHER}:0 is none") for name in ("nccl", "cupy") for work in WORK[:2]),
-    *(("nccl", work, CUDA_TWICE, ANY_ORDER, "more than once") for work in ("reduce_add", "reduce_scatter")),
-]
-
-
-def test_kernels_gather_and_scatter_what_is_small() -> None:
-    asked = CommSettings("cupy")
-    for work in ("gather", "scatter"):
-        assert decide(work, CUDA_8, SMALL, asked, ALL)[:2] == ("cupy", "star")
-        assert decide(work, CUDA_8, 2**20, asked, ALL)[:2] == ("copy", "star")
-
-
-@pytest.mark.parametrize("available", [ALL, PLAIN])
-@pytest.mark.parametrize(("transport", "work", "where", "also", "words"), FALL_BACK)
-def test_a_call_that_a_transport_does_not_support_falls_back_to_plain_copies(
-    transport: str, work: str, where: list, also: dict, words: str, available: dict
-) -> None:
-    for route in (None, *ROUTES):
-        choice = decide(work, where, settings=CommSettings(transport, route, **also), available=available)
-        assert choice[:2] == decide(work, where, settings=CommSettings("copy", route, **also), available=available)[:2]
-    assert f"{transport!r} was asked for, but this {work} falls back to plain copies" in choice.reason
-    assert words in choice.reason
-
-
-@pytest.mark.parametrize("transport", ["nccl", "cupy"])
-def test_a_call_that_falls_back_is_not_refused_for_a_broken_pair(transport: str) -> None:
-    with_cpu = [CPU, *cuda(0, 1, 2)]
-    for work, where in (("gather", CUDA_8), ("scatter", with_cpu), ("broadcast", with_cpu), ("reduce_add", with_cpu)):
-        assert decide(work, where, settings=CommSettings(transport), failed_pairs={BROKEN}).transport == "host"
-
-
-@pytest.mark.parametrize(
-    ("transport", "where", "available", "words"),
-    [
-        ("nccl", CUDA_8, PLAIN, ["this torch has no NCCL"]),
-        ("cupy", CUDA_8, PLAIN, ["CuPy is not installed"]),
-        ("nccl", SIM_8, ALL, ["CUDA", f"{OTHER}:0"]),
-        ("cupy", SIM_8, ALL, ["CUDA", f"{OTHER}:0"]),
-        ("nccl", SIM_8, PLAIN, ["CUDA", f"{OTHER}:0"]),
-        ("cupy", CPU_AND_SIM, ALL, ["CUDA", f"{OTHER}:0 is none"]),
-    ],
-)
-def test_a_transport_that_cannot_is_refused_with_the_reason(
-    transport: str, where: list, available: dict, words: list[str]
-) -> None:
-    with pytest.raises(ValueError, match=f"'{transport}' was asked for") as caught:
-        decide("broadcast", where, settings=CommSettings(transport), available=available)
-    for word in words:
-        assert word in str(caught.value)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("where", [ONE, ONE_TWICE, CPU_SLOTS])
-def test_where_nothing_travels_no_transport_is_refused(transport: str, where: list) -> None:
-    for work in WORK:
-        assert decide(work, where, settings=CommSettings(transport), available={})[:2] == ("copy", "star")
-
-
-# A broken pair
-
-BROKEN = (torch.device("cuda", 2), torch.device("cuda", 1))
-
-
+@pure
 @pytest.mark.parametrize("work", WORK)
-@pytest.mark.parametrize(
-    "settings", [CommSettings(), CommSettings("copy"), CommSettings("host"), CommSettings(route="chain")]
-)
-def test_a_call_with_a_broken_pair_goes_through_the_host(work: str, settings: CommSettings) -> None:
-    choice = decide(work, CUDA_8, LARGE, settings, ALL, {BROKEN})
-    assert choice[:2] == ("host", "star")
-    if settings.transport != "host":
-        assert "from cuda:2 to cuda:1" in choice.reason
+@pytest.mark.parametrize("asked", [None, "copy", "host"])
+def test_a_call_with_a_broken_pair_goes_through_the_host(work: str, asked: str | None, failed: list) -> None:
+    failed.append(BROKEN)
+    assert chosen(work, CUDA_8, LARGE, asked) is ThroughHost
+    assert chosen(work, MIXED_BROKEN, LARGE, asked) is ThroughHost
+    for where in (CUDA_2, cuda(0, 2, 3)):  # as ever
+        assert (chosen(work, where, LARGE, asked) is ThroughHost) == (asked == "host")
 
 
-def test_calls_without_the_broken_pair_are_as_ever() -> None:
-    for where in (CUDA_2, cuda(0, 2, 3), SIM_8):
-        as_ever = decide("broadcast", where, available=ALL)
-        assert decide("broadcast", where, available=ALL, failed_pairs=[BROKEN]) == as_ever
+@pure
+def test_kernels_are_refused_where_a_pair_is_broken_and_what_falls_back_is_not(failed: list) -> None:
+    failed.append(BROKEN)
+    with pytest.raises(ValueError, match=r"from cuda:2 to cuda:1 have failed .* use 'host'") as caught:
+        chosen("broadcast", CUDA_8, LARGE, "cupy")
+    assert "DATAPARALLEL_PEER_CHECK=0" in str(caught.value)
+    for work, where in (("gather", CUDA_8), *((work, MIXED_BROKEN) for work in WORK)):
+        assert chosen(work, where, LARGE, "cupy") is ThroughHost
 
 
-@pytest.mark.parametrize("transport", ["nccl", "cupy"])
-def test_a_transport_that_needs_the_broken_pair_is_refused(transport: str) -> None:
-    with pytest.raises(ValueError, match="from cuda:2 to cuda:1") as caught:
-        decide("broadcast", CUDA_8, settings=CommSettings(transport), available=ALL, failed_pairs=[BROKEN])
-    assert "'host'" in str(caught.value)
-    assert "DATAPARALLEL_PEER_CHECK" in str(caught.value)
+@pure
+def test_without_checks_every_pair_is_trusted(failed: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed.append(BROKEN)
+    monkeypatch.setenv("DATAPARALLEL_PEER_CHECK", "0")
+    assert chosen("broadcast", CUDA_8) is Chain
+    assert chosen("broadcast", CUDA_8, LARGE, "cupy") is Cupy
+
+
+# ---- whole steps -----------------------------------------------------------------------------------------------------
+
+
+def step(model: nn.Module, net: nn.Module, x: Tensor) -> list[Tensor]:
+    net.zero_grad()
+    y = model(x)
+    y.abs().square().sum().backward()
+    return [y.detach().cpu(), *(parameter.grad.cpu() for parameter in net.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules")
+@pytest.mark.devices("sim")
+@pytest.mark.slots(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_the_environment_alone_trains(
+    name: str, dtype: torch.dtype, slots: list, launches: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a batch on the CPU to outputs gathered there."""
+    if len({*slots}) < len(slots):
+        pytest.skip("slots share devices")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(slots[0], dtype)
+    net.register_buffer("counts", torch.arange(5, dtype=torch.int16, device=slots[0]))
+    x = torch.randn(6, 4, dtype=dtype)
+    model = DataParallel(net, slots, output_device=-1)
+    expected = step(model, net, x)
+    monkeypatch.setenv(TRANSPORT_VARIABLE, name)
+    found = step(model, net, x)
+    assert all(map(torch.equal, found, expected))
+    assert {*launches} == ({"copy_many", "sum"} if name == "cupy" else set())
+
+
+@pytest.mark.devices("sim")
+def test_slots_on_one_device_train_too(slots: list, launches: Counter) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Linear(4, 3).to(slots[0]), torch.randn(6, 4)
+    places = [slots[0], slots[0], slots[-1]]
+    with comm.using(transport="cupy"):
+        found = step(DataParallel(net, places), net, x)
+    assert bool(launches) == (slots[0] != slots[-1])
+    assert all(map(torch.equal, found, step(DataParallel(net, places), net, x)))
+
+
+@pytest.mark.devices("sim", "stand-in")
+@pytest.mark.slots(3)
+@pytest.mark.apart
+def test_copies_that_cannot_be_trusted_go_through_the_host(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    def garbage(source: Tensor, target: Tensor) -> None:
+        target.fill_(0)
+
+    peers.forget()
+    monkeypatch.setattr(torch.get_device_module(slots[0]), "copies_cannot_fail", False, raising=False)
+    monkeypatch.setattr(peers, "_copy", garbage)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            transport = transport_for("broadcast", slots, [torch.empty(2**20)])
+        assert isinstance(transport, ThroughHost)
+        assert len(caught) == 6
+        tensors = [torch.randn(3, 4, device=slots[0]), torch.arange(5, device=slots[0])]
+        for on_slot in comm.broadcast_coalesced(tensors, slots):
+            assert all(torch.equal(copy.cpu(), tensor.cpu()) for copy, tensor in zip(on_slot, tensors, strict=True))
+        (total,) = comm.reduce_add_coalesced([[torch.ones(4, device=slot)] for slot in slots])
+        assert torch.equal(total.cpu(), torch.full((4,), 3.0))
+        chunks = comm.scatter(torch.arange(6.0, device=slots[0]), slots)
+        assert torch.equal(comm.gather(chunks, 0, slots[0]).cpu(), torch.arange(6.0))
+    finally:
+        peers.forget()
+
+
+@pytest.mark.devices("sim", "stand-in")
+@pytest.mark.slots(3)
+@pytest.mark.apart
+def test_a_whole_step_takes_the_transport_of_its_forward(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums run in threads of the engine, which do not have the caller's context."""
+    taken: list[tuple[type, bool]] = []
+
+    def noted(*args: Any, choose: Callable = comm.transport_for) -> Any:
+        transport = choose(*args)
+        if args[0] == "reduce_add":
+            taken.append((type(transport), threading.current_thread() is threading.main_thread()))
+        return transport
+
+    monkeypatch.setattr(comm, "transport_for", noted)
+    model = DataParallel(nn.Linear(4, 3).to(slots[0]), slots)
+    x = torch.randn(6, 4, device=slots[0])
+    with comm.using(transport="host"):
+        loss = model(x).square().sum()
+    loss.backward()
+    assert {*taken} == {(ThroughHost, False)}

@@ -10,7 +10,6 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from torch.cuda import nccl
 
 from dataparallel import comm
 from dataparallel.composable import CPUOffloadPolicy, fully_shard, replicate
@@ -209,23 +208,3 @@ def test_a_backward_has_the_settings_of_the_call(slots, monkeypatch):
     if len({*slots}) > 1:
         assert chosen["reduce_scatter", "ThroughHost"] == 1
     assert {name for (_, name), count in chosen.items() if count} <= {"ThroughHost"}
-
-
-@pytest.mark.devices("cuda")
-@pytest.mark.slots(3)
-@pytest.mark.parametrize("batch_size", [16, 2])  # of 2 rows, not all slots get one
-def test_nccl_makes_the_sums_if_any_order_may_do(batch_size, slots, monkeypatch):
-    """With one launch on each device for each unit and pass, where all slots have gradients."""
-    if len({*slots}) < len(slots):
-        pytest.skip("NCCL takes each device once")
-    sizes = []
-
-    def counted(inputs, outputs, launch=nccl.reduce_scatter):
-        sizes.append(len(inputs))
-        launch(inputs, outputs)
-
-    monkeypatch.setattr(nccl, "reduce_scatter", counted)
-    expected = _gradients(slots, batch_size)
-    with comm.using(transport="nccl", deterministic=False):
-        torch.testing.assert_close(_gradients(slots, batch_size), expected)
-    assert sizes == ([len(slots)] * 6 if batch_size == 16 else [])

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dataparallel import comm
-from dataparallel.comm import kernels, nccl
 from dataparallel.integrations import machine
 from processes import run_script
 
@@ -48,72 +46,15 @@ def test_what_to_do_next_depends_on_the_devices(devices, line):
     assert line in str(machine.next_steps([*map(torch.device, devices)]))
 
 
-GPUS = [torch.device("cuda", index) for index in range(2)]
-
-
-@pytest.fixture
-def installed(monkeypatch):
-    """NCCL and CuPy, which must not be imported for a description."""
-
-    def imported():
-        raise AssertionError("CuPy was imported")
-
-    monkeypatch.setattr(nccl, "why_not", lambda: None)
-    monkeypatch.setattr(kernels, "why_not", imported)
-    monkeypatch.setattr(kernels, "why_not", lambda devices: None)
-    comm.transport_choice.forget()
-    yield
-    comm.transport_choice.forget()
-
-
-def carried(devices=GPUS):
-    """By the tensors: the transport, the route and why."""
-    return {name.strip(): row for name, *row in machine.carriers(devices)}
-
-
-def test_everything_that_travels_has_a_transport_a_route_and_a_reason(installed):
-    """A small bucket goes along a star, a large one along a chain."""
-    found = carried([torch.device("cuda", index) for index in range(8)])
-    assert [*found] == [
-        "batch",
-        "weights 64 KiB",
-        "weights 25 MiB",
-        "gradients 64 KiB",
-        "gradients 25 MiB",
-        "outputs",
-    ]
-    assert found["weights 64 KiB"] == ["copy", "star", "less than 1 MiB"]
-    assert found["gradients 25 MiB"][:2] == ["copy", "chain"]
-
-
 @pytest.mark.parametrize(
-    ("name", "ways", "words"),
-    [
-        ("nccl", ["copy", "nccl", "nccl", "copy", "copy", "copy"], "deterministic=False"),
-        ("cupy", ["copy", "cupy", "cupy", "cupy", "cupy", "copy"], "has no gather"),
-        ("host", ["host"] * 6, "it was asked for"),
-    ],
+    ("asked", "words"),
+    [("", "torch's copies; for fully_shard kernels"), ("host", "'host' was asked for"), ("pigeon", "pigeon")],
 )
-def test_a_transport_that_is_asked_for_is_said_of_each(name, ways, words, installed, monkeypatch):
-    monkeypatch.setenv("DATAPARALLEL_TRANSPORT", name)
-    found = carried()
-    assert [way for way, *_ in found.values()] == ways
-    assert words in str(found)
-
-
-def test_a_refusal_is_a_row_too(installed, monkeypatch):
-    monkeypatch.setattr(kernels, "why_not", lambda devices: "CuPy is not installed")
-    with comm.using(transport="cupy"):
-        found = carried()
-    assert found["weights 25 MiB"][0] == "refused"
-    assert "CuPy is not installed" in found["weights 25 MiB"][2]
-    assert "falls back to plain copies" in found["outputs"][2]
-
-
-def test_an_unknown_transport_is_said_too(monkeypatch):
-    monkeypatch.setenv("DATAPARALLEL_TRANSPORT", "pigeon")
-    assert {way for way, *_ in carried().values()} == {"refused"}
-    assert "pigeon" in carried()["batch"][2]
+def test_it_says_what_carries_tensors(asked, words, monkeypatch):
+    """Also if the environment asks for what does not exist."""
+    monkeypatch.setenv("DATAPARALLEL_TRANSPORT", asked)
+    assert "\ntransport " in machine.description()
+    assert words in machine.about_transport()
 
 
 def test_the_command_describes_the_machine_and_touches_no_device():

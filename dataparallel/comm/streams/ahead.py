@@ -14,15 +14,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.comm.buckets import (
-    PLAIN_TYPES,
-    SMALL_BYTES,
-    Bucket,
-    flatten_into,
-    is_dense,
-    send_packed,
-    travels_flat,
-)
+from dataparallel.comm.buckets import PLAIN_TYPES, SMALL_BYTES, Bucket, flatten, is_dense, send_packed, travels_flat
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.kinds import alias, same_kind
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream, streams_set
@@ -103,7 +95,7 @@ class SentTensor:
     """
 
     def __init__(self, tensor: Tensor, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> None:
-        self.tensor, self.sizes, self.dim = tensor, sizes, dim
+        self.tensor, self.cut = tensor, _cut(sizes, dim)
         self.slots = list(slots if sizes is None else slots[: len(sizes)])
         self.devices = [*dict.fromkeys(self.slots)] if sizes is None else self.slots  # of the chunks
         self.version = _version(tensor)
@@ -115,31 +107,27 @@ class SentTensor:
     @property
     def is_small(self) -> bool:
         """True if its chunks travel in buffers with others."""
-        return self.sizes is not None and self.tensor.nbytes <= SMALL_BYTES and travels_flat(self.tensor)
+        return self.cut is not None and self.tensor.nbytes <= SMALL_BYTES and travels_flat(self.tensor)
 
     def parts(self) -> Sequence[Tensor]:
         """The chunks on the host, or the whole tensor."""
         detached = self.tensor.detach()
-        return [detached] if self.sizes is None else torch.split_with_sizes(detached, list(self.sizes), self.dim)
+        return [detached] if self.cut is None else torch.split_with_sizes(detached, *self.cut)
 
     def copy(self) -> None:
         """Starts the copies to the slots, on the devices' current streams."""
         parts = self.parts()
         pinned = [_pinned(part) for part in parts]
         self.callers_memory = [part for part, source in zip(parts, pinned, strict=True) if source is part]
-        sources = pinned if self.sizes is not None else pinned * len(self.devices)
+        sources = pinned if self.cut is not None else pinned * len(self.devices)
         for source, device in zip(sources, self.devices, strict=True):
             self.chunks.append(_copy_of(source, device))
 
     def fits(self, slots: Sequence[torch.device], sizes: Sequence[int] | None, dim: int) -> bool:
         """True if a scatter would cut the tensor into the same chunks now. A whole tensor fits fewer slots too."""
         chunks = self.chunks  # another thread may take them now
-        if sizes is None or self.sizes is None:
-            has_same_cut = sizes is None and self.sizes is None
-        else:
-            has_same_cut = list(sizes) == list(self.sizes) and dim == self.dim
         return (
-            has_same_cut
+            self.cut == _cut(sizes, dim)
             and bool(chunks)
             and self.slots[: len(slots)] == list(slots)
             and self.version == _version(self.tensor)
@@ -163,7 +151,7 @@ class SentTensor:
                 for chunk, on in zip(chunks, self.devices, strict=True):
                     if on == device:
                         chunk.record_stream(stream)
-        if self.sizes is None:
+        if self.cut is None:
             on_device = {chunk.device: chunk for chunk in chunks}
             first_slot = {device: self.slots.index(device) for device in on_device}
             copies = [on_device[device] for device in slots]
@@ -193,9 +181,7 @@ def _copy_together(tensors: Sequence[SentTensor], slots: Sequence[torch.device],
     """Starts the copies of small tensors that are cut alike. None reads the caller's memory, also if it is pinned."""
 
     def send_pinned(slot: int, bucket: Bucket, parts: Sequence[Tensor]) -> Tensor:
-        pinned = torch.empty(bucket.numel, dtype=parts[bucket.indices[0]].dtype, pin_memory=True)
-        flatten_into(bucket, parts, pinned)
-        return _copy_of(pinned, slots[slot])
+        return _copy_of(flatten(bucket, parts).pin_memory(), slots[slot])
 
     by_slot = [*zip(*(each.parts() for each in tensors), strict=True)]
     for tensor, chunks in zip(tensors, zip(*send_packed(by_slot, sizes, send_pinned), strict=True), strict=True):
@@ -223,10 +209,10 @@ def send(
     try:
         with streams_set(sides):
             sent = [SentTensor(tensor, slots, sizes, dim) for tensor, sizes in tensors]
-            together = [each for each in sent if each.is_small and each.sizes == sent[0].sizes]
+            together = [each for each in sent if each.is_small and each.cut == sent[0].cut]
             if len(together) > 1:
-                assert sent[0].sizes is not None
-                _copy_together(together, slots, sent[0].sizes)
+                assert sent[0].cut is not None
+                _copy_together(together, slots, sent[0].cut[0])
             for each in sent:
                 if not each.chunks:
                     each.copy()
@@ -269,6 +255,10 @@ def _has_side_streams(device_type: str) -> bool:
         return can_pin(device_type) and torch.Stream(device_type) != torch.Stream(device_type)
     except RuntimeError:
         return False
+
+
+def _cut(sizes: Sequence[int] | None, dim: int) -> tuple[list[int], int] | None:
+    return None if sizes is None else ([*sizes], dim)
 
 
 def _version(tensor: Tensor) -> int | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
+from dataparallel.comm.buckets import flatten
 from dataparallel.comm.streams.current import (
     Event,
     PieceStreams,
@@ -128,7 +129,7 @@ class Arrivals:
         sources = [broadcast.tensors[i] for i in broadcast.bucket.indices]
         self._held += [broadcast.buffers, [source.untyped_storage() for source in sources]]
         with streams_set({root: filling}):
-            flat = broadcast.read()
+            flat = flatten(broadcast.bucket, broadcast.tensors)
         read = Arrival(filling)
         Event(filling).make_wait(sides[root])
         broadcast.send(flat)

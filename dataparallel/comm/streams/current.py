@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -33,7 +33,6 @@ _STREAMS: Mapping[str, tuple[int, ...]] = {
     "collectives": (1,),
     "peers are checked": (1,),
     "inputs": (2,),
-    "relays": (2,),
     "sums": (3,),
     "deliveries meet": (3,),
     "gradients": (3, 4, 5, 6),
@@ -55,8 +54,6 @@ purposes that wait for each other anyway:
   for its pulls at its end, and need not wait for sums, except the last pass.
 - In backward a gather ahead waits for the last sums, for which ``sums meet`` stands.
 - The first owner's sum waits for the deliveries that meet.
-- Inputs arrive before a step copies between devices, so relays take their stream. On a relay the next inputs wait for
-  what it still passes on.
 - Shards leave for several slots on four streams in turn. With two, a device waits for slots that lag.
 
 ``hooks`` and ``collectives`` launch work that waits for other machines, which runs on streams of the process group.
@@ -205,11 +202,8 @@ class Event:
         self._index = stream.device_index
         before = exchange_device(self._index)
         try:
-            if timed:
-                self._event = torch.Event(stream.device, enable_timing=True)
-                self._event.record(stream)
-            else:
-                self._event = stream.record_event()
+            self._event = torch.Event(stream.device, enable_timing=timed)
+            self._event.record(stream)
         finally:
             go_back_to_device(before)
 
@@ -285,23 +279,19 @@ class DeviceClock:
     without events that have times has no marks, or no seconds. This class has not run on GPUs.
     """
 
-    def __init__(self) -> None:
-        self._has_times = True
-
-    def marks(self, streams: Mapping[Any, torch.Stream]) -> Marks:
+    @staticmethod
+    def marks(streams: Mapping[Any, torch.Stream]) -> Marks:
         """An event on each stream."""
-        return self._if_timed(lambda: {key: Event(stream, timed=True) for key, stream in streams.items()})
+        with suppress(RuntimeError):
+            return {key: Event(stream, timed=True) for key, stream in streams.items()}
+        return {}
 
-    def seconds(self, begin: Marks, end: Marks) -> dict[Any, float]:
+    @staticmethod
+    def seconds(begin: Marks, end: Marks) -> dict[Any, float]:
         """The seconds between two marks, for each key that has both. The devices must have passed them."""
-        return self._if_timed(lambda: {key: begin[key].seconds_until(end[key]) for key in begin.keys() & end.keys()})
-
-    def _if_timed(self, make: Callable[[], dict[Any, Any]]) -> dict[Any, Any]:
-        try:
-            return make() if self._has_times else {}
-        except RuntimeError:
-            self._has_times = False
-            return {}
+        with suppress(RuntimeError):
+            return {key: begin[key].seconds_until(end[key]) for key in begin.keys() & end.keys()}
+        return {}
 
     @staticmethod
     def have_passed(marks: Marks) -> bool:
@@ -330,7 +320,8 @@ class PieceStreams:
 
     def __init__(self, streams: Mapping[torch.device, Sequence[torch.Stream]]) -> None:
         self._streams = streams
-        self._current = {device: first for device, (first, *_) in streams.items()}
+        self.first = {device: first for device, (first, *_) in streams.items()}
+        self._current = dict(self.first)
         self._used: defaultdict[torch.device, set[torch.Stream]] = defaultdict(set)
         self.broadcast_pieces = 0
 
@@ -338,11 +329,6 @@ class PieceStreams:
         """The device's streams that `use` has made current since the last call of this method, or else stream 0."""
         streams, used = self._streams.get(device, ()), self._used.pop(device, ())
         return [stream for stream in streams if stream in used] or streams[:1]
-
-    def are_for(self, devices: Iterable[torch.device]) -> bool:
-        """True if all of ``devices`` have streams here, and stream 0 of each is its current stream."""
-        here = current_streams(devices)
-        return all(device in self._streams and self._streams[device][0] == here[device] for device in here)
 
     def use(self, device: torch.device, number: int) -> None:
         """Makes stream ``number``, modulo the number of streams, of the device current. On the CPU it does nothing."""
@@ -353,7 +339,7 @@ class PieceStreams:
 
     def use_first(self) -> None:
         """Makes the caller's streams current again."""
-        for device, (first, *_) in self._streams.items():
+        for device, first in self.first.items():
             self._make_current(device, first)
 
     def _make_current(self, device: torch.device, stream: torch.Stream) -> None:
@@ -366,8 +352,9 @@ _outer = threading.local()  # ``streams``: the `PieceStreams` of the block aroun
 
 
 def _streams_around(devices: Iterable[torch.device]) -> PieceStreams | None:
-    streams: PieceStreams | None = getattr(_outer, "streams", None)
-    return streams if streams is not None and streams.are_for(devices) else None
+    """The `PieceStreams` of the block around this code, if stream 0 of each of ``devices`` is the current one."""
+    outer: PieceStreams | None = getattr(_outer, "streams", None)
+    return outer if outer is not None and current_streams(devices).items() <= outer.first.items() else None
 
 
 def are_pieces_under_way(devices: Sequence[torch.device]) -> bool:

@@ -100,11 +100,6 @@ def held_together() -> Iterator[None]:
         _hold_on_current_streams(memory)
 
 
-def let_go() -> None:
-    """Lets go of all memory, for tests that measure it."""
-    _held.clear()
-
-
 @in_forked_child
 def _start_afresh_after_fork() -> None:
     """A thread of the parent may have held the lock.

@@ -81,7 +81,7 @@ def rates(name: str, machine: CheckedMachine) -> Seen:
     def rate(run: Callable[[], object]) -> float:
         return _BYTES / statistics.median(times_of(run, machine, seconds, warm_up=2)) / 1e9
 
-    with comm.using(transport=name, deterministic=name != "nccl"):
+    with comm.using(transport=name):
         try:
             between = {
                 f"{one} to {other}": rate(partial(comm.broadcast, flat[one], out=[flat[other]])) for one, other in pairs

@@ -75,7 +75,7 @@ def test_chunks(tensor: Tensor, dim: int, count: int, peer_devices: list, launch
 def test_launches_come_between_what_all_devices_did_and_do_next(at: int, peer_devices: list) -> None:
     """Otherwise the clocks find a race."""
     flats = [torch.ones(9, device=device).mul_(2) for device in peer_devices]
-    total = KERNELS.add_up(iter(flats), peer_devices[at])
+    total = KERNELS.add_up(flats, peer_devices[at])
     buffers = [torch.zeros(9, device=device).add_(1) for device in peer_devices if device != total.device]
     KERNELS.broadcast_flat(total, buffers)
     for tensor in (*flats, *buffers):

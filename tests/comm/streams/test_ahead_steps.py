@@ -193,6 +193,14 @@ def test_a_scatter_outside_of_a_call_waits_for_its_copies(slots: list, root: tor
         assert len(chunks) == len(slots)
 
 
+def test_small_pinned_tensors_are_packed_first_also_the_only_one_of_its_dtype(slots: list, camera: Callable) -> None:
+    x, y = torch.ones(6, 2).pin_memory(), torch.ones(6, dtype=torch.float64).pin_memory()
+    chunks = scatter((x, y), slots)
+    camera(x)
+    camera(y)
+    assert all(torch.equal(chunk.cpu(), torch.ones_like(chunk, device="cpu")) for pair in chunks for chunk in pair)
+
+
 def test_what_a_failed_send_has_started_is_waited_for(
     slots: list, camera: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ Clocks tell a race: a write to the source that no event orders after the copy th
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel as dp
-from dataparallel import DataParallel
-from dataparallel.comm import broadcast_into
+from dataparallel import DataParallel, comm
 from dataparallel.comm.buckets import plan_buckets
 from dataparallel.comm.streams.arrivals import Arrivals
+from dataparallel.comm.transport import FlatBroadcast
 from dataparallel.replicas.build import ParameterRegistry
 from nogpu.pytest import settle
 
@@ -136,7 +137,8 @@ def test_a_source_may_get_other_memory_while_its_copies_travel() -> None:
     copies = [torch.empty(WIDTH * WIDTH, device=device) for device in slots()[1:]]
     arrivals = Arrivals(slots())
     (planned,), _ = plan_buckets([source], 1)
-    arrivals.launch([broadcast_into(copies, planned, [source])], set())
+    send = partial(comm.broadcast, out=copies)
+    arrivals.launch([FlatBroadcast(planned.indices, planned, [source], send, copies)], set())
     source.data = torch.empty(WIDTH, WIDTH, device=slots()[0])
     torch.zeros(WIDTH, WIDTH, device=slots()[0])
     arrivals.wait_for_copies()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, comm
+from dataparallel import DataParallel
 from dataparallel.composable import replicate
 from steps import Cubes, build, numbers
 
@@ -45,16 +45,15 @@ def penalty_of_gradients(model: nn.Module, x: Tensor, to: list[Tensor]) -> list[
 
 
 @pytest.mark.slots(2, 3, 8)
-@pytest.mark.parametrize("route", ["star", "chain"])
+@pytest.mark.parametrize("way", ["star", "chain"], indirect=True)
 @pytest.mark.parametrize("what", ["input", "weight", "both"])
 def test_a_gradient_penalty_on_the_callers_streams(
-    what: str, route: str, slots: list, root: torch.device, side_streams: dict
+    what: str, way: str, slots: list, root: torch.device, side_streams: dict
 ) -> None:
     """The passes that are recorded run in the engine's threads, the nodes that they make on the caller's streams."""
     model, x = Cubes().to(root), numbers(root)
     to = {"input": [x], "weight": [model.weight], "both": [x, model.weight]}[what]
     expected = penalty_of_gradients(model, x, to)
-    with comm.using(route=route):
-        found = penalty_of_gradients(DataParallel(model, slots), x, to)
+    found = penalty_of_gradients(DataParallel(model, slots), x, to)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import dataparallel
 from backends_events import as_of_backend
 from dataparallel import DataParallel
+from dataparallel.comm.streams import current
 from dataparallel.comm.streams.current import (
     DeviceClock,
     Event,
@@ -179,11 +180,17 @@ def test_the_seconds_between_marks_of_each_device(slots: list) -> None:
     assert all(0 < seconds <= whole for seconds in found.values())
 
 
-def test_a_clock_of_events_without_times_is_asked_once() -> None:
+def test_a_backend_without_times_has_no_seconds_or_no_marks(
+    root: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Timeless:
         def seconds_until(self, later: object) -> float:
             raise NotImplementedError("this backend has no times")
 
-    clock, mark = DeviceClock(), {torch.device("meta"): Timeless()}
-    assert clock.seconds(mark, mark) == {}  # type: ignore[arg-type]
-    assert clock.marks({torch.device("meta"): object()}) == {}  # type: ignore[dict-item]
+    def untimed(*args: object, **options: object) -> None:
+        raise RuntimeError("this backend has no timed events")
+
+    mark = {torch.device("meta"): Timeless()}
+    assert DeviceClock.seconds(mark, mark) == {}  # type: ignore[arg-type]
+    monkeypatch.setattr(current, "Event", untimed)
+    assert DeviceClock.marks(current_streams([root])) == {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, comm
+from dataparallel import DataParallel
 from dataparallel.autograd import functions
 from dataparallel.comm.streams.current import current_streams, memory_of, streams_set
 from nogpu.pytest import settle
@@ -57,11 +57,7 @@ NODES = {
 }
 
 
-@pytest.mark.parametrize(
-    "way",
-    [{"route": "star"}, {"route": "chain"}, {"transport": "host"}],
-    ids=lambda way: "".join(way.values()),
-)
+@pytest.mark.parametrize("way", ["star", "chain", "host"], indirect=True)
 @pytest.mark.parametrize("name", NODES)
 @pytest.mark.parametrize("callers", ["default", "side"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
@@ -69,7 +65,7 @@ def test_inputs_and_outputs_of_a_node_that_belong_to_other_streams(
     dtype: torch.dtype,
     callers: str,
     name: str,
-    way: dict,
+    way: str,
     slots: list,
     root: torch.device,
     request: pytest.FixtureRequest,
@@ -101,8 +97,7 @@ def test_inputs_and_outputs_of_a_node_that_belong_to_other_streams(
             tensors = [leaf * 2 for leaf in leaves]
         for tensor in tensors:
             tensor.record_stream(here[tensor.device])
-        with comm.using(**way):
-            outputs = NODES[name](slots, tensors)
+        outputs = NODES[name](slots, tensors)
         with place(outputs):
             loss = sum((output.conj() * weight).sum().real.to(root) for weight, output in enumerate(outputs, start=1))
         loss.record_stream(here[root])

@@ -12,25 +12,17 @@ import torch
 from torch import Tensor
 
 from dataparallel import comm
-from dataparallel.comm import peer_kernels, transport_choice
+from dataparallel.comm import peers, transport_choice
 from dataparallel.comm.kernels import DeviceTable
-from dataparallel.comm.peer_kernels import passes_check, why_not_by_default
+from dataparallel.comm.peers import kernels_pass_check, why_no_kernels_by_default
 from dataparallel.comm.transport_choice import why_no_tables
 
-pytestmark = pytest.mark.slots(4)
-
-
-@pytest.fixture(autouse=True)
-def forgetful() -> Any:
-    """No test knows the results of another one's check."""
-    yield
-    peer_kernels.forget()
-    transport_choice.forget()
+pytestmark = [pytest.mark.slots(4), pytest.mark.usefixtures("forgetful")]
 
 
 @pytest.mark.devices("sim", "cuda")
 def test_the_check_passes_where_kernels_are_right(peer_devices: list) -> None:
-    assert passes_check(peer_devices)
+    assert kernels_pass_check(peer_devices)
 
 
 Launch = Callable[[DeviceTable, Sequence[Tensor], Any], None]
@@ -75,16 +67,15 @@ def test_the_check_finds_a_device_whose_kernels_are_wrong(
 ) -> None:
     wrong = getattr(Faults(DeviceTable.launch, peer_devices), fault)
     monkeypatch.setattr(DeviceTable, "launch", lambda *arguments: wrong(*arguments))
-    assert not passes_check(peer_devices)
+    assert not kernels_pass_check(peer_devices)
 
 
 @pytest.mark.devices("stand-in")
 def test_after_a_check_that_failed_copies_serve_and_the_log_says_so_once(
     peer_devices: list, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    peer_kernels.forget()
-    transport_choice.forget()
-    monkeypatch.setattr(peer_kernels, "passes_check", lambda devices: False)
+    transport_choice._why_no_tables.cache_clear()
+    monkeypatch.setattr(peers, "kernels_pass_check", lambda devices: False)
     with caplog.at_level(logging.INFO, logger="dataparallel"):
         for _ in range(2):
             assert "have failed their check" in str(why_no_tables(peer_devices))
@@ -129,10 +120,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml | None, str], list[t
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"of-{device.index}")
         )
-        monkeypatch.setattr(peer_kernels.importlib.util, "find_spec", lambda name: None if nvml is None else object())
-        monkeypatch.setattr(peer_kernels.importlib, "import_module", lambda name: nvml)
-        monkeypatch.setattr(peer_kernels, "passes_check", lambda devices: True)
-        peer_kernels.forget()
+        monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None if nvml is None else object())
+        monkeypatch.setattr(peers.importlib, "import_module", lambda name: nvml)
+        monkeypatch.setattr(peers, "kernels_pass_check", lambda devices: True)
         return [torch.device("cuda", index) for index in range(4)]
 
     return make
@@ -157,6 +147,6 @@ def no_answer(one: str, other: str) -> bool:
 def test_by_default_they_serve_where_nvlink_joins_all_pairs(
     nvml: Nvml | None, allocator: str, reason: str | None, cuda: Any
 ) -> None:
-    found = why_not_by_default(cuda(nvml, allocator))
+    found = why_no_kernels_by_default(cuda(nvml, allocator))
     assert found is None if reason is None else reason in found
     assert nvml is None or not nvml.is_on
