@@ -25,7 +25,7 @@ import torch
 from dataparallel._version import __version__
 from dataparallel.arguments import checked
 from dataparallel.devices import all_devices
-from dataparallel.integrations.machine import about, about_cupy, about_gpus, about_nccl, about_torch
+from dataparallel.integrations.machine import about, about_cupy, about_torch
 from dataparallel.testing.machine_check import failures, forms, predictions, speed, streams, transfers
 from dataparallel.testing.machine_check.checks import Check, CheckedMachine, CheckFailed, NotHere, Seen
 from dataparallel.testing.machine_check.report import CheckReport, Finding
@@ -102,8 +102,6 @@ def _about_machine() -> dict[str, str]:
         "system": f"{platform.platform()}, {os.cpu_count()} CPU cores",
         "accelerator": about(devices),
         **(_about_cuda(devices) if devices and devices[0].type == "cuda" else {}),
-        **{name.strip(): text for name, text in about_gpus()},
-        "NCCL": about_nccl(),
         "CuPy": about_cupy(),
     }
 
