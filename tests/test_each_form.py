@@ -106,6 +106,25 @@ def test_a_call_may_be_recomputed_and_recompute_a_part_of_itself(around, inside,
         torch.testing.assert_close(gradients_of(nets[0])[name], expected, rtol=0, atol=1e-9, check_device=False)
 
 
+@pytest.mark.parametrize("default", ["root", "cpu"])
+def test_a_default_device_changes_nothing(default, form, slots, root):
+    """In forward, backward and the optimizer: what the library makes for itself is where it has to be."""
+    nets = [nn.Linear(4, 3).double().to(root) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    x = torch.linspace(-1, 1, 28, dtype=torch.float64, device=root).view(7, 4)
+    model = form(nets[0], slots)
+    for call, net in ((model, nets[0]), (nets[1], nets[1])):
+        with torch.device(root if default == "root" else "cpu"):
+            optimizer = torch.optim.AdamW(net.parameters())
+            for _ in range(2):
+                optimizer.zero_grad()
+                call(x).square().sum().backward()
+                nn.utils.clip_grad_norm_(net.parameters(), 1)
+                optimizer.step()
+    for name, expected in nets[1].state_dict().items():
+        torch.testing.assert_close(whole(nets[0].state_dict()[name]), expected, rtol=0, atol=1e-9, check_device=False)
+
+
 class TestWhatReplicasGet:
     def test_chunks_keyword_arguments_and_whole_tensors(self, affine, form, slots, batch):
         offset = torch.randn(1, 3, dtype=torch.float64, device=batch.device)

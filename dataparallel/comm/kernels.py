@@ -25,6 +25,7 @@ from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.comm.streams.held import hold_for_peers
 from dataparallel.comm.tables import Place, Table, TableRow, TensorRow, copies
 from dataparallel.comm.transport import Allocate, Transport
+from dataparallel.devices import CPU
 
 THREADS = 256
 """Threads per block. The kernels are compiled for at most this number."""
@@ -145,7 +146,8 @@ class DeviceTable:
         if device.type == "cuda":
             rows = packed.table.pin_memory().to(device, non_blocking=True)
         else:
-            rows = torch.tensor([(*row.target, row.numel, *chain(*row.terms)) for row in table], dtype=torch.int64)
+            cells = [(*row.target, row.numel, *chain(*row.terms)) for row in table]
+            rows = torch.tensor(cells, dtype=torch.int64, device=CPU)
         self._packed = packed._replace(table=rows)
 
     def launch(self, tensors: Sequence[Tensor | None], shifts: Sequence[int] | None = None) -> None:

@@ -167,14 +167,16 @@ def kernels_pass_check(devices: Sequence[torch.device]) -> bool:
         # From element `at` on, so that most terms are not aligned to 16 bytes.
         added = [TensorRow(total[at:], [source[at:] for source in sources]) for at, total in enumerate(sums)]
         for _ in range(3):
-            data = torch.empty(len(devices), _NUMEL).normal_(generator=random)
+            data = torch.empty(len(devices), _NUMEL, device=CPU).normal_(generator=random)
             for source, values in zip(sources, data, strict=True):
                 source.copy_(values)  # the host waits for it, so any stream may read the copy
             launch(gathers)
             launch(added)
             found = [result.cpu() for result in (*wholes, *sums)]  # of all, so that no kernel runs any more
             total = functools.reduce(torch.add, data)
-            expected = [data] * len(devices) + [torch.cat([torch.zeros(at), total[at:]]) for at in range(len(devices))]
+            expected = [data] * len(devices) + [
+                torch.cat([total.new_zeros(at), total[at:]]) for at in range(len(devices))
+            ]
             if not all(map(torch.equal, found, expected)):
                 return False
     return True

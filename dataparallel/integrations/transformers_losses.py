@@ -55,7 +55,7 @@ class LossByItems:
         if number is None or (isinstance(items, str) and items == "sum"):
             return args, kwargs
         if not isinstance(items, Tensor):
-            items = torch.ones(samples, dtype=torch.int64)
+            items = torch.ones(samples, dtype=torch.int64, device=CPU)
         dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
         number = torch.as_tensor(number, dtype=dtype, device=items.device)
         return args, {**kwargs, "num_items_in_batch": _ItemsInBatch(number, items)}
