@@ -129,7 +129,6 @@ class ShardedTensor(Tensor):
         shape: of the full tensor.
         devices: the owners, if the shards are not on them now (offloaded to the CPU, on meta).
         requires_grad: as for any tensor.
-        like: a tensor whose strides and storage offset the result reports. Default: contiguous strides.
     """
 
     _shards: tuple[Tensor, ...]
@@ -151,13 +150,11 @@ class ShardedTensor(Tensor):
         shape: Sequence[int],
         devices: Sequence[torch.device] | None = None,
         requires_grad: bool = False,
-        like: Tensor | None = None,
     ) -> ShardedTensor:
         """It runs for every result of an operator, so it checks nothing."""
         first = shards[0]
-        layout = {} if like is None else {"strides": like.stride(), "storage_offset": like.storage_offset()}
         made: ShardedTensor = _torch.make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=first.dtype, device=first.device, requires_grad=requires_grad, **layout
+            cls, torch.Size(shape), dtype=first.dtype, device=first.device, requires_grad=requires_grad
         )
         _torch.refuse_data_pointers(made)
         made._shards, made._placement = tuple(shards), placement

@@ -63,7 +63,8 @@ def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operato
         result = _result(operator, func, args, kwargs)
     # `parameter.data` shares the parameter's shards and not its version, and below autograd torch moves no version of a
     # shard. Units look at the shards' versions: one is enough, because all shards of a tensor are written.
-    if written := [*sharded_in(written_values(func, args, kwargs))]:
+    if written_arguments(func):
+        written = [*sharded_in(written_values(func, args, kwargs))]
         increment_version([tensor._shards[0] for tensor in written])
         for tensor in written if func.overloadpacket.__name__ in OVERWRITING else ():
             tensor._overwrites += 1

@@ -253,7 +253,7 @@ def _is_view(func: OpOverload) -> bool:
 def _second_object(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
     if isinstance(tensor, ShardedView):
         return ShardedView(tensor._viewed, tensor._see)
-    return ShardedTensor(tensor._shards, tensor._placement, tensor.shape, tensor._devices, like=tensor)
+    return ShardedTensor(tensor._shards, tensor._placement, tensor.shape, tensor._devices)
 
 
 @register(aten.view_as_real.default)
@@ -271,9 +271,9 @@ def _turn(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
     if isinstance(tensor, torch.nn.Parameter) or tensor.dim() != 2:
         raise refusal(func, " that are parameters or no matrices")
     placement = tensor._placement if isinstance(tensor._placement, Replicate) else Shard(1 - tensor._placement.dim)
-    like, shards = _on_meta(tensor).t(), [shard.t() for shard in tensor._shards]
-    turned = ShardedTensor(shards, placement, like.shape, tensor._devices, like=like)
-    torch.Tensor.data.__set__(tensor, turned)  # type: ignore[attr-defined]  # takes the shape and strides
+    shape = tensor.shape[::-1]
+    turned = ShardedTensor([shard.t() for shard in tensor._shards], placement, shape, tensor._devices)
+    torch.Tensor.data.__set__(tensor, turned)  # type: ignore[attr-defined]  # takes the shape
     tensor._shards, tensor._placement = turned._shards, placement
     return tensor
 

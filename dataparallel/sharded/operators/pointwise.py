@@ -11,6 +11,7 @@ plain tensor that broadcasts to this shape is sliced like the shards.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -68,10 +69,12 @@ def pointwise(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
     template = find_template([*args, *kwargs.values()])
     targets = [*written_values(func, args, kwargs)]
     for target in targets:
-        check_written(func, target, template)
-    columns = [shards_for(func, value, template) for value in (*args, *kwargs.values())]
-    count = len(args)
-    results = [func(*row[:count], **dict(zip(kwargs, row[count:], strict=True))) for row in zip(*columns, strict=True)]
+        if target is not template:
+            check_written(func, target, template)
+    columns = [shards_for(func, value, template) for value in args]
+    of_names = zip(*(shards_for(func, value, template) for value in kwargs.values()), strict=True)
+    named = [dict(zip(kwargs, values, strict=True)) for values in of_names] or repeat({})
+    results = [func(*row, **of_owner) for row, of_owner in zip(zip(*columns, strict=True), named, strict=False)]
     if targets:
         return targets[0] if len(targets) == 1 else tuple(targets)
     if isinstance(results[0], Tensor):
@@ -100,17 +103,15 @@ def shard_devices(tensor: ShardedTensor) -> list[torch.device]:
     return [shard.device for shard in tensor._shards]
 
 
-def _check_alike(func: OpOverload, tensor: ShardedTensor, template: ShardedTensor) -> None:
-    if is_divided_alike(tensor, template):
-        return
+def _difference(func: OpOverload, tensor: ShardedTensor, template: ShardedTensor) -> Exception:
     if tensor._devices != template._devices:
         one, other = ("[" + ", ".join(map(str, devices)) + "]" for devices in (template._devices, tensor._devices))
         why = f"different owners, {one} and {other}; distribute them over the same devices"
     elif tensor.shape != template.shape:
-        raise NeedsWhole(refusal(func, f" of different shapes, {tuple(template.shape)} and {tuple(tensor.shape)}"))
+        return refusal(func, f" of different shapes, {tuple(template.shape)} and {tuple(tensor.shape)}")
     else:
         why = f"different placements, {template._placement} and {tensor._placement}; distribute them in the same way"
-    raise NeedsWhole(ValueError(f"{func} got sharded tensors with {why}"))
+    return ValueError(f"{func} got sharded tensors with {why}")
 
 
 def scalar_value(tensor: ShardedTensor) -> Tensor:
@@ -135,11 +136,11 @@ def shards_for(func: OpOverload, value: Any, template: ShardedTensor) -> Sequenc
     Raises `NeedsWhole` for other owners or another placement, and for what does not broadcast to the template's shape.
     """
     if isinstance(value, ShardedTensor):
-        if value is not template:
-            if value.dim() == 0 and template.dim() > 0:
-                return copies_for_owners(scalar_value(value), template)
-            _check_alike(func, value, template)
-        return elements(value)
+        if value is template or is_divided_alike(value, template):
+            return elements(value)
+        if value.dim() == 0 and template.dim() > 0:
+            return copies_for_owners(scalar_value(value), template)
+        raise NeedsWhole(_difference(func, value, template))
     if isinstance(value, Tensor):
         return _slices_of_plain(func, value, template)
     if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
