@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dataparallel.sharded import Replicate, Shard, ShardedTensor
-from dataparallel.sharded.operators.gathered import ShardedView
 from dataparallel.sharded.placements import Owners, check_placement, over_of, shard_shapes
+from dataparallel.sharded.view import ShardedView
 from fake_machines import FakeOver
 
 FIRST = Shard(0)

@@ -24,6 +24,9 @@ Operator: TypeAlias = Callable[..., Any]
 TABLE: dict[OpOverload, Operator] = {}
 """The function for each operator. Functions that a rule has returned are kept here too."""
 
+OF_VIEWS: dict[OpOverload, Operator] = {}
+"""The functions for operators on views. Operators that it lacks are decomposed, or run on gathered tensors."""
+
 RULES: list[Callable[[OpOverload], Operator | None]] = []
 """Each rule returns the function for operators of its kind, and ``None`` for others. They are tried in this order."""
 

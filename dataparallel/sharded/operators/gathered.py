@@ -1,21 +1,16 @@
-"""`on_wholes` runs operators that need several shards at once on gathered tensors. `ShardedView` is a view of a tensor.
+"""`on_wholes` runs operators that need several shards at once, and operators on views, on gathered tensors.
 
 It gathers sharded arguments on the device of the first shard, runs the operator once, and divides the result: with the
 same placement if it has the same shape, else along dimension 0. A 0-dim result stays plain. Tensors that were written
 are divided again. Over machines all of them compute the same result, so random operators are refused.
-
-Nearly every view needs elements of several owners, and some do if the tensor is divided in another way. So a view keeps
-the tensor and the function that makes the view, which is called on the gathered tensor when an operator comes.
 """
 
 from __future__ import annotations
 
-import copy
 import threading
 import warnings
-from collections.abc import Callable
 from functools import cache
-from typing import Any, NoReturn, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +18,13 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.arguments import checked
-from dataparallel.devices import DeviceLike
 from dataparallel.environment import says_no
 from dataparallel.sharded import operators
-from dataparallel.sharded.operators import refusal, register, sharded_in
+from dataparallel.sharded.operators import OF_VIEWS, refusal, register, sharded_in
 from dataparallel.sharded.operators.pointwise import find_template
 from dataparallel.sharded.placements import Replicate, Shard
 from dataparallel.sharded.tensor import ShardedTensor, divided_on_owners_of, fill_shards
+from dataparallel.sharded.view import ShardedView, on_meta
 from dataparallel.threads.meetings import here
 
 aten = torch.ops.aten
@@ -38,9 +33,7 @@ _lock = threading.Lock()
 _warned: set[str] = set()  # names of operators
 _allowed: bool | None = None
 
-ONLY_COPY = frozenset(
-    {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.clone.default}
-)
+ONLY_COPY = {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.clone.default}
 """Operators on views that compute nothing. They may gather, as copies between sharded tensors may."""
 
 
@@ -75,12 +68,10 @@ def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], e
                 "fully_shard, or give fully_shard this one too, before the module that holds it"
             )
         raise error
-    # An operator on lists runs for one position after the other, so that few full tensors are in memory.
-    if (
-        func.overloadpacket.__name__.startswith("_foreach_")
-        and (count := max(len(value) for value in args if isinstance(value, (list, tuple)))) > 1
-    ):
-        of_positions = [func(*_at(args, i, count), **kwargs) for i in range(count)]
+    lengths = [len(value) for value in args if isinstance(value, (list, tuple))]
+    if func.overloadpacket.__name__.startswith("_foreach_") and max(lengths) > 1:
+        # It runs for one position after the other, so that few full tensors are in memory.
+        of_positions = [func(*_at(args, i, max(lengths)), **kwargs) for i in range(max(lengths))]
         return None if of_positions[0] is None else [result for results in of_positions for result in results]
     _warn(func)
     return _run(func, args, kwargs, error)
@@ -166,62 +157,6 @@ def _warn(func: OpOverload) -> None:
 
 # ---- views
 
-See: TypeAlias = Callable[[Tensor], Tensor]
-"""Makes a view of a full tensor."""
-
-
-class ShardedView(ShardedTensor):
-    """A view of a sharded tensor. It has no shards of its own: ``viewed`` has them, which may get others.
-
-    Args:
-        viewed: a sharded tensor that is no view.
-        see: makes the view of the full tensor.
-    """
-
-    _viewed: ShardedTensor
-    _see: See
-
-    @staticmethod
-    def __new__(cls, viewed: ShardedTensor, see: See) -> ShardedView:
-        like = see(_on_meta(viewed))
-        made: ShardedView = _torch.make_wrapper_subclass(
-            cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=viewed._shards[0].device
-        )
-        _torch.refuse_data_pointers(made)
-        made._viewed, made._see = viewed, see
-        return made
-
-    @classmethod
-    @_torch.not_traced
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return operators.run(func, args, kwargs or {}, OF_VIEWS.get(func, operators.decomposed))
-
-    # What operators and units read of every sharded tensor. The placement equals that of no tensor that is divided.
-    _shards = property(lambda self: self._viewed._shards)
-    _devices = property(lambda self: self._viewed._devices)
-    _placement = property(lambda self: self._see)
-
-    def _has_none(self) -> NoReturn:
-        raise NotImplementedError(f"{self!r} has no shards and no placement; use its clone() or full_tensor()")
-
-    shards = placement = property(_has_none)
-
-    def full_tensor(self, device: DeviceLike | None = None) -> Tensor:
-        return self._see(self._viewed.full_tensor(device)).clone(memory_format=torch.contiguous_format)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedView(shape={tuple(self.shape)}, dtype={self.dtype}, of={self._viewed!r})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        made: ShardedTensor
-        memo[id(self)] = made = copy.deepcopy(self.clone())  # type: ignore[assignment]
-        return made
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return self.detach().clone().__reduce_ex__(protocol)
-
 
 def _view_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operator that returns a view of its first argument, or a list of views."""
@@ -232,14 +167,10 @@ def _view_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     def see_again(full: Tensor) -> Any:
         return func(see(full), *others, **kwargs)
 
-    seen = see_again(_on_meta(viewed))
+    seen = see_again(on_meta(viewed))
     if isinstance(seen, Tensor):
         return ShardedView(viewed, see_again)
     return [ShardedView(viewed, lambda full, at=at: see_again(full)[at]) for at in range(len(seen))]  # type: ignore[misc]
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 @cache
@@ -278,8 +209,4 @@ def _turn(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
     return tensor
 
 
-OF_VIEWS: dict[OpOverload, operators.Operator] = {
-    aten.detach.default: _second_object,
-    aten.alias.default: _second_object,
-}
-"""The functions for operators on views. Operators that it lacks are decomposed, or run on gathered tensors."""
+OF_VIEWS[aten.detach.default] = OF_VIEWS[aten.alias.default] = _second_object

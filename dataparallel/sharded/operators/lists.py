@@ -31,16 +31,11 @@ from dataparallel.sharded.tensor import ShardedTensor, is_divided_alike
 
 aten = torch.ops.aten
 
-NOT_TAGGED = frozenset({"copy", "zero"})
-"""Pointwise operators on lists whose operator on one tensor lacks the tag."""
-
-_OPTIMIZERS = frozenset({"adam", "adamw", "sgd", "adagrad"})
-
 
 @RULES.append
 def _rule(func: OpOverload) -> Operator | None:
     name = func.overloadpacket.__name__.removesuffix("_")
-    if name.removeprefix("_fused_") in _OPTIMIZERS:
+    if name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"):
         return on_lists
     if not name.startswith("_foreach_"):
         return None
@@ -51,7 +46,7 @@ def _rule(func: OpOverload) -> Operator | None:
         for overload in packet.overloads()
         if overload in ("default", "Tensor", "Scalar", "Tensor_Tensor")
     )
-    return on_lists if is_pointwise or single in NOT_TAGGED else None
+    return on_lists if is_pointwise or single in ("copy", "zero") else None  # which lack the tag
 
 
 def _written(func: OpOverload, kwargs: Mapping[str, Any]) -> list[int]:

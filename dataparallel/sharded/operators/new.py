@@ -16,12 +16,12 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.devices import CPU
-from dataparallel.sharded.operators import TABLE, refusal, register, sharded_in
-from dataparallel.sharded.operators.gathered import OF_VIEWS, ShardedView
+from dataparallel.sharded.operators import OF_VIEWS, TABLE, refusal, register, sharded_in
 from dataparallel.sharded.operators.pointwise import shard_devices
 from dataparallel.sharded.placements import destinations
 from dataparallel.sharded.shards import all_gather_stacked, copy_into
 from dataparallel.sharded.tensor import ShardedTensor, fill_shards
+from dataparallel.sharded.view import ShardedView
 
 aten = torch.ops.aten
 
@@ -125,6 +125,16 @@ def _draw(func: OpOverload, tensor: Tensor, *args: Any, generator: torch.Generat
     return tensor.copy_(drawn)
 
 
+def _state(generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """The state of the generator, or of the device's default generator, on the CPU."""
+    if generator is not None:
+        return generator.get_state()
+    state: Tensor = (
+        torch.get_rng_state() if device.type == CPU.type else torch.get_device_module(device).get_rng_state(device)
+    )
+    return state
+
+
 _DRAWS: dict[Any, Any] = {
     aten.rand_like: Tensor.uniform_,
     aten.randn_like: Tensor.normal_,
@@ -143,16 +153,6 @@ _DRAWS: dict[Any, Any] = {
 def _drawn_like(func: OpOverload, tensor: Tensor, *limits: int, generator: Any = None, **options: Any) -> Tensor:
     limits = (0, *limits) if func.overloadpacket is aten.randint_like and len(limits) == 1 else limits
     return _DRAWS[func.overloadpacket](torch.empty_like(tensor, **options), *limits, generator=generator)
-
-
-def _state(generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """The state of the generator, or of the device's default generator, on the CPU."""
-    if generator is not None:
-        return generator.get_state()
-    if device.type == CPU.type:
-        return torch.get_rng_state()
-    found: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return found
 
 
 # ---- views -----------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def pointwise(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
             check_written(func, target, template)
     columns = [shards_for(func, value, template) for value in args]
     of_names = zip(*(shards_for(func, value, template) for value in kwargs.values()), strict=True)
-    named = [dict(zip(kwargs, values, strict=True)) for values in of_names] or repeat({})
+    named: Iterable[dict[str, Any]] = [dict(zip(kwargs, values, strict=True)) for values in of_names] or repeat({})
     results = [func(*row, **of_owner) for row, of_owner in zip(zip(*columns, strict=True), named, strict=False)]
     if targets:
         return targets[0] if len(targets) == 1 else tuple(targets)

@@ -80,11 +80,6 @@ def _vector_norm(
     return _norms(_torch.foreach_norm, [tensor], order, dtype)[0]
 
 
-def _combined_norm(partials: Tensor, order: float) -> Tensor:
-    """The norm of a tensor from the norms of its shards, along dimension 0. Norm 0 is a count, so it is summed."""
-    return torch.linalg.vector_norm(partials, 1 if order == 0 else order, dim=0)
-
-
 @register(_torch.foreach_norm)
 def _norms(func: OpOverload, tensors: list[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
     """The norm of each tensor, for the clipping of gradients. All partial results of an owner travel as one tensor."""
@@ -98,7 +93,9 @@ def _norms(func: OpOverload, tensors: list[Tensor], order: float = 2, dtype: tor
     partials = stack_on_first([torch.stack(func([*shards], order, dtype=summed_in(dtype))) for shards in owners])
     if first.over is not None and not isinstance(first._placement, Replicate):
         partials = all_gather_owners(partials, first.over)
-    norms = iter(_combined_norm(partials, order).to(dtype.to_real()).unbind())
+    # The norm of a tensor is that of the norms of its shards. Norm 0 is a count, so it is summed.
+    combined = torch.linalg.vector_norm(partials, 1 if order == 0 else order, dim=0)
+    norms = iter(combined.to(dtype.to_real()).unbind())
     return [next(norms if _alike(tensor) == key else of_others) for tensor in tensors]
 
 

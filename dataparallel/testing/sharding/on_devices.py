@@ -10,9 +10,9 @@ from torch import Tensor
 
 from dataparallel.devices import DeviceLike, resolve_each
 from dataparallel.sharded import Replicate, ShardedTensor, distribute_tensor
-from dataparallel.sharded.operators.gathered import ShardedView
 from dataparallel.sharded.placements import Owners, Placement, over_of
 from dataparallel.sharded.tensor import divided_like
+from dataparallel.sharded.view import ShardedView
 from dataparallel.testing.sharding.differences import same_bits
 
 Placements: TypeAlias = tuple[Placement, ...]
