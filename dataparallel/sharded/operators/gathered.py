@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -84,22 +84,28 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error:
     device = plain[0] if plain else template._shards[0].device
     full_tensors: dict[int, tuple[ShardedTensor, Tensor]] = {}  # by the id of the sharded tensor
 
-    def gathered(value: Any) -> Any:
-        if isinstance(value, ShardedTensor):
-            if id(value) not in full_tensors:
-                viewed = isinstance(value, ShardedView)
-                full = value._see(gathered(value._viewed)) if viewed else value.full_tensor(device)  # type: ignore
-                full_tensors[id(value)] = value, full
-            return full_tensors[id(value)][1]
-        return type(value)(map(gathered, value)) if type(value) in (list, tuple) else value
-
-    results = func(*gathered(args), **{name: gathered(value) for name, value in kwargs.items()})
+    whole = partial(_gathered, device=device, full_tensors=full_tensors)
+    results = func(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
     divided = _divided(results, template, list(full_tensors.values()), error)
     for target in written:
         if isinstance(target, ShardedTensor):
             owner = target._viewed if isinstance(target, ShardedView) else target
             fill_shards(owner._shards, owner._placement, full_tensors[id(owner)][1], owner.over)
     return divided
+
+
+def _gathered(value: Any, device: torch.device, full_tensors: dict[int, tuple[ShardedTensor, Tensor]]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_gathered(each, device, full_tensors) for each in value)
+    if not isinstance(value, ShardedTensor):
+        return value
+    if id(value) not in full_tensors:
+        if isinstance(value, ShardedView):
+            full = value._see(_gathered(value._viewed, device, full_tensors))
+        else:
+            full = value.full_tensor(device)
+        full_tensors[id(value)] = value, full
+    return full_tensors[id(value)][1]
 
 
 def _may_gather(func: OpOverload, arguments: list[Any]) -> bool:

@@ -1,6 +1,8 @@
 """Operators that need several parts gather them and compute once, as on plain tensors; or they are refused by name."""
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -167,6 +169,26 @@ def test_the_environment_makes_them_errors_and_the_call_takes_precedence(
         x.sum(0)
     allow_gathers(True)
     x.sum(0)
+
+
+@pytest.mark.usefixtures("gathers")
+def test_gathered_tensors_are_freed_without_the_collector(slots: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def noted(tensor: ShardedTensor, *args: Any, of_class: Any = ShardedTensor.full_tensor) -> Tensor:
+        full: Tensor = of_class(tensor, *args)
+        made.append(weakref.ref(full))
+        return full
+
+    monkeypatch.setattr(ShardedTensor, "full_tensor", noted)
+    x = sharded(values(), slots)
+    gc.disable()
+    try:
+        torch.cat([x, x[1:3] @ x.T @ x])
+        assert len(made) > 2
+        assert [each for each in made if each() is not None] == []
+    finally:
+        gc.enable()
 
 
 INITIALISERS: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Any]]] = {
