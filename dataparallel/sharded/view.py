@@ -24,10 +24,10 @@ See: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class ShardedView(ShardedTensor):
-    """A view of a sharded tensor. It has no shards of its own: ``viewed`` has them, which may get others.
+    """A view of a sharded tensor. It has no shards of its own.
 
     Args:
-        viewed: a sharded tensor that is no view.
+        viewed: an object on the shards that is no view, and that nobody else has: it keeps its shape and its shards.
         see: makes the view of the full tensor.
     """
 

@@ -80,17 +80,17 @@ def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], e
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
     template = find_template(sharded_in([*args, *kwargs.values()]))
     written = [value for value in operators.written_values(func, args, kwargs) if isinstance(value, Tensor)]
-    plain = [value.device for value in written if not isinstance(value, ShardedTensor)]
-    device = plain[0] if plain else template._shards[0].device
+    plain = (value.device for value in written if not isinstance(value, ShardedTensor))
+    device = next(plain, template._shards[0].device)
     full_tensors: dict[int, tuple[ShardedTensor, Tensor]] = {}  # by the id of the sharded tensor
 
     whole = partial(_gathered, device=device, full_tensors=full_tensors)
     results = func(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
-    divided = _divided(results, template, list(full_tensors.values()), error)
-    for target in written:
-        if isinstance(target, ShardedTensor):
-            owner = target._viewed if isinstance(target, ShardedView) else target
-            fill_shards(owner._shards, owner._placement, full_tensors[id(owner)][1], owner.over)
+    divided_again = [full_tensors[id(target)] for target in written if isinstance(target, ShardedTensor)]
+    divided = _divided(results, template, [*divided_again, *full_tensors.values()], error)
+    for target, _ in divided_again:
+        owner = target._viewed if isinstance(target, ShardedView) else target
+        fill_shards(owner._shards, owner._placement, full_tensors[id(owner)][1], owner.over)
     return divided
 
 
@@ -102,8 +102,10 @@ def _gathered(value: Any, device: torch.device, full_tensors: dict[int, tuple[Sh
     if id(value) not in full_tensors:
         if isinstance(value, ShardedView):
             full = value._see(_gathered(value._viewed, device, full_tensors))
-        else:
-            full = value.full_tensor(device)
+        else:  # objects on the same shards share a full tensor
+            others = [(other, full) for other, full in full_tensors.values() if not isinstance(other, ShardedView)]
+            known = [full for other, full in others if other._shards is value._shards]
+            full = known[0] if known else value.full_tensor(device)
         full_tensors[id(value)] = value, full
     return full_tensors[id(value)][1]
 
@@ -168,7 +170,7 @@ def _view_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Runs an operator that returns a view of its first argument, or a list of views."""
     tensor, others = args[0], args[1:]
     is_again = isinstance(tensor, ShardedView)
-    viewed, see = (tensor._viewed, tensor._see) if is_again else (tensor, lambda full: full)
+    viewed, see = (tensor._viewed, tensor._see) if is_again else (_second_object(func, tensor), lambda full: full)
 
     def see_again(full: Tensor) -> Any:
         return func(see(full), *others, **kwargs)

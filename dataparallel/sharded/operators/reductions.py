@@ -32,10 +32,8 @@ def _partials(tensor: ShardedTensor, reduce: Callable[[Tensor], Tensor]) -> Tens
     Empty shards are left out. If all are empty, torch decides what the reduction of an empty tensor is.
     """
     shards, over = tensor._shards, tensor.over
-    if isinstance(tensor._placement, Replicate):
-        return stack_on_first([reduce(shards[0])])
-    if tensor.dim() == 0:
-        return stack_on_first([reduce(scalar_value(tensor))])
+    if not tensor.dim() or isinstance(tensor._placement, Replicate):
+        return stack_on_first([reduce(shards[0] if tensor.dim() else scalar_value(tensor))])
     if over is None or tensor.numel() == 0:
         return stack_on_first([reduce(shard) for shard in shards if shard.numel()] or [reduce(shards[0])])
     # Every owner sends a result. The result of an owner with an empty shard is left out afterwards.
@@ -56,9 +54,8 @@ def _add_up(func: OpOverload, tensor: ShardedTensor, *, dtype: torch.dtype | Non
     return (total / tensor.numel() if func is aten.mean.default else total).to(result_dtype)
 
 
-@register(
-    aten.max.default, aten.min.default, aten.any.default, aten.all.default, aten.amax.default, aten.amin.default
-)  # fmt: skip
+@register(aten.max.default, aten.min.default, aten.any.default, aten.all.default)
+@register(aten.amax.default, aten.amin.default)
 def _extreme(func: OpOverload, tensor: ShardedTensor, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
     if dim or keepdim:
         raise NeedsWhole(refusal(func, " along some dimensions"))

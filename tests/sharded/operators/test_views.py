@@ -117,17 +117,38 @@ def test_without_gathers_they_are_only_copied_and_overwritten(slots: list) -> No
             assert torch.equal(full(divided), values())
 
 
-def test_they_follow_the_tensor(slots: list) -> None:
-    """Units give a parameter other shards, and see by the versions of these that values have changed."""
+def test_a_write_is_seen_by_the_versions_of_the_tensor_and_its_shards(slots: list) -> None:
+    """Units see by these that values have changed."""
     divided = sharded(values(), slots)
-    view = divided[2:4]
-    divided.data = sharded(values() * 2, slots)
-    assert torch.equal(full(view), values()[2:4] * 2)
     before = divided.shards[0]._version, divided._version
-    view.zero_()
-    assert not full(divided)[2:4].any()
+    divided[2:4].zero_()
     assert divided.shards[0]._version > before[0]
     assert divided._version > before[1]
+
+
+def test_they_keep_the_memory_that_they_were_made_of(slots: list) -> None:
+    """Also if the tensor gets other shards, or another shape."""
+    for change in (
+        lambda x: x.__setattr__("data", sharded(values() * 2, slots) if isinstance(x, ShardedTensor) else values() * 2),
+        lambda x: x.t_(),
+    ):
+        whole, divided = values(), sharded(values(), slots)
+        for x in (whole, divided):
+            view = x[2:4]
+            change(x)
+            assert torch.equal(full(view), values()[2:4])
+            view.zero_()
+        assert torch.equal(full(divided), whole)
+
+
+@pytest.mark.usefixtures("gathers")
+def test_views_of_one_tensor_are_written_together(slots: list) -> None:
+    whole, divided = values(slots[0]), sharded(values(), slots)
+    for x in (whole, divided):
+        found, inverse = torch.zeros(1, device=slots[0]), torch.full((1,), 2.0, device=slots[0])
+        torch._amp_foreach_non_finite_check_and_unscale_([x[0], x[1:3], x.data[4]], found, inverse)
+        assert torch.add(x.detach(), x[3:4].clone(), out=x) is x
+    assert torch.equal(full(divided), whole.cpu())
 
 
 def test_they_have_no_shards_of_their_own(slots: list) -> None:
