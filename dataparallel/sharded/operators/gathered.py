@@ -83,7 +83,6 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error:
     plain = (value.device for value in written if not isinstance(value, ShardedTensor))
     device = next(plain, template._shards[0].device)
     full_tensors: dict[int, tuple[ShardedTensor, Tensor]] = {}  # by the id of the sharded tensor
-
     whole = partial(_gathered, device=device, full_tensors=full_tensors)
     results = func(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
     divided_again = [full_tensors[id(target)] for target in written if isinstance(target, ShardedTensor)]
@@ -163,9 +162,6 @@ def _warn(func: OpOverload) -> None:
     )
 
 
-# ---- views
-
-
 def _view_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operator that returns a view of its first argument, or a list of views."""
     tensor, others = args[0], args[1:]
@@ -195,13 +191,13 @@ def _second_object(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
     return ShardedTensor(tensor._shards, tensor._placement, tensor.shape, tensor._devices)
 
 
-@register(aten.view_as_real.default)
-def _as_pairs(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
-    """Views complex numbers as pairs in a new last dimension, as optimizers do, on each owner."""
-    if not tensor.dim() and isinstance(tensor._placement, Shard):
-        raise refusal(func, " of shape (), where it would cut pairs in two")
-    shards = [func(shard) for shard in tensor._shards]
-    return ShardedTensor(shards, tensor._placement, (*tensor.shape, 2), tensor._devices)
+@register(aten.view_as_real.default, aten.view_as_complex.default)
+def _other_numbers(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
+    """Views complex numbers as pairs in a new last dimension, or such pairs as complex numbers, as optimizers do."""
+    shape = (*tensor.shape, 2) if func is aten.view_as_real.default else tensor.shape[:-1]
+    if isinstance(tensor._placement, Shard) and tensor._placement.dim >= min(tensor.dim(), len(shape)):
+        raise refusal(func, f" of shape {tuple(tensor.shape)}, where it would cut pairs in two")
+    return ShardedTensor([func(shard) for shard in tensor._shards], tensor._placement, shape, tensor._devices)
 
 
 @register(aten.t_.default)

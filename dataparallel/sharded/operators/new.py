@@ -155,9 +155,6 @@ def _drawn_like(func: OpOverload, tensor: Tensor, *limits: int, generator: Any =
     return _DRAWS[func.overloadpacket](torch.empty_like(tensor, **options), *limits, generator=generator)
 
 
-# ---- views -----------------------------------------------------------------------------------------------------------
-
-
 def _on_clone(func: OpOverload, view: ShardedView, *args: Any, **kwargs: Any) -> Any:
     return func(view.detach().clone(), *args, **kwargs)
 

@@ -233,10 +233,13 @@ def test_complex_numbers_are_seen_as_pairs_on_the_same_memory(slots: list, place
     pairs = torch.view_as_real(complex_numbers)
     assert pairs.placement == placement
     assert same(pairs, torch.view_as_real(whole))
+    assert same(torch.view_as_complex(pairs), whole)
     pairs.mul_(2)
     assert same(complex_numbers, whole * 2)
 
 
-def test_a_complex_number_is_not_cut_in_two(slots: list) -> None:
+def test_pairs_that_are_cut_in_two_are_no_complex_numbers(slots: list) -> None:
+    with pytest.raises(NotImplementedError, match=r"view_as_complex.*cut pairs in two"):
+        torch.view_as_complex(distribute_tensor(torch.ones(3, 2), slots, Shard(1)))
     with pytest.raises(NotImplementedError, match=r"view_as_real.*cut pairs in two"):
         torch.view_as_real(distribute_tensor(torch.tensor(1j), slots))
