@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dataparallel.sharded import Replicate, Shard, ShardedTensor
 from dataparallel.sharded.placements import Owners, check_placement, over_of, shard_shapes
+from dataparallel.sharded.view import ShardedView
 from fake_machines import FakeOver
 
 FIRST = Shard(0)
@@ -40,6 +41,8 @@ def full(value: Tensor, has_values: bool = True) -> Tensor:
     """The whole tensor on the CPU, without a graph. Each part has the shape that it should have."""
     if not isinstance(value, ShardedTensor):
         return value.detach().cpu()
+    if isinstance(value, ShardedView):
+        return value.full_tensor("cpu")
     placement = value.placement
     parts = [shard.detach().cpu() for shard in value.shards]
     if value.over is not None:

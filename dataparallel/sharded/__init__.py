@@ -11,7 +11,6 @@ from dataparallel.sharded.operators import (  # noqa: F401  each fills a part of
     new,
     pointwise,
     reductions,
-    views,
 )
 from dataparallel.sharded.operators.gathered import allow_gathers
 from dataparallel.sharded.placements import Replicate, Shard

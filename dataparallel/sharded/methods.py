@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dataparallel import _torch
-from dataparallel.sharded.operators.views import row_ranges
-from dataparallel.sharded.placements import Replicate, on_this_machine
+from dataparallel.sharded.placements import Replicate, on_this_machine, shard_shapes, shards_on_all_machines
 from dataparallel.sharded.tensor import ShardedTensor
 
 if TYPE_CHECKING:
@@ -76,10 +75,13 @@ def data_ptr(self: Tensor) -> int:
 
 def _positioned_shards(tensor: ShardedTensor) -> Iterator[tuple[Tensor, torch.Size, torch.Size]]:
     """The non-empty shards of this machine: each with its position in the full tensor and its shape."""
-    for at, shard in enumerate(tensor._shards):
-        start = [0] * tensor.dim()
-        if start and not isinstance(tensor._placement, Replicate):
-            start[tensor._placement.dim], _ = on_this_machine(row_ranges(tensor), tensor.over)[at]
+    placement, begin, starts = tensor._placement, 0, []
+    for shape in shard_shapes(tensor.shape, placement, shards_on_all_machines(len(tensor._shards), tensor.over)):
+        starts.append([0] * tensor.dim())
+        if tensor.dim() and not isinstance(placement, Replicate):
+            starts[-1][placement.dim] = begin
+            begin += shape[placement.dim]
+    for shard, start in zip(tensor._shards, on_this_machine(starts, tensor.over), strict=True):
         if shard.dim() == tensor.dim() and shard.numel():
             yield shard, torch.Size(start), shard.shape
 

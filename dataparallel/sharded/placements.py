@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
@@ -24,19 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The division of a view of a divided tensor: how many rows along ``dim`` each shard has, over all machines."""
-
-    dim: int
-    rows: tuple[int, ...]
-
-
 Placement: TypeAlias = "Shard | Replicate"
-"""A division that users can ask for."""
-
-Division: TypeAlias = "Placement | Rows"
-"""A division that tensors can have."""
+"""How a tensor is divided."""
 
 
 def check_placement(placement: object, shape: Sequence[int]) -> Placement:
@@ -58,24 +46,14 @@ def rows_of_shards(rows: int, owners: int) -> list[int]:
     return [max(0, min(each, rows - i * each)) for i in range(owners)]
 
 
-def rows_of(placement: Shard | Rows, rows: int, owners: int) -> list[int]:
-    """How many of ``rows`` along the placement's dimension each of the owners has."""
-    return [*placement.rows] if isinstance(placement, Rows) else rows_of_shards(rows, owners)
-
-
-def moved(placement: Shard | Rows, dim: int) -> Shard | Rows:
-    """The same division along another dimension."""
-    return Rows(dim, placement.rows) if isinstance(placement, Rows) else Shard(dim)
-
-
-def shard_shapes(shape: Sequence[int], placement: Division, owners: int) -> list[torch.Size]:
+def shard_shapes(shape: Sequence[int], placement: Placement, owners: int) -> list[torch.Size]:
     """The shape of each owner's shard of a tensor of this shape. The first owner has the element of a 0-dim tensor."""
     if isinstance(placement, Replicate):
         return [torch.Size(shape)] * owners
     if not shape:
         return [torch.Size(()), *[torch.Size((0,))] * (owners - 1)]
     dim = placement.dim
-    return [torch.Size([*shape[:dim], rows, *shape[dim + 1 :]]) for rows in rows_of(placement, shape[dim], owners)]
+    return [torch.Size([*shape[:dim], rows, *shape[dim + 1 :]]) for rows in rows_of_shards(shape[dim], owners)]
 
 
 # ---- owners ----------------------------------------------------------------------------------------------------------

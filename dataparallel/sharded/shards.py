@@ -16,10 +16,10 @@ from torch import Tensor
 from dataparallel import comm
 from dataparallel.devices import CPU
 from dataparallel.sharded.placements import (
-    Division,
+    Placement,
     Replicate,
     on_this_machine,
-    rows_of,
+    rows_of_shards,
     shard_shapes,
     shards_on_all_machines,
 )
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def empty_shards(
     shape: Sequence[int],
-    placement: Division,
+    placement: Placement,
     devices: Sequence[torch.device],
     dtype: torch.dtype,
     over: Machines | None = None,
@@ -62,7 +62,7 @@ def copied_to(device: torch.device, tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def split_into(
     shards: Sequence[Tensor],
-    placement: Division,
+    placement: Placement,
     tensor: Tensor,
     non_blocking: bool = False,
     over: Machines | None = None,
@@ -76,7 +76,7 @@ def split_into(
 @torch.no_grad()
 def gather_full(
     shards: Sequence[Tensor],
-    placement: Division,
+    placement: Placement,
     shape: Sequence[int],
     device: torch.device,
     over: Machines | None = None,
@@ -107,21 +107,21 @@ def scalar_of(shards: Sequence[Tensor], over: Machines | None) -> Tensor:
     return all_gather_stacked(shards[0] if over.rank == 0 else shards[0].new_zeros(()), over)[0]
 
 
-def views_of_shards(tensor: Tensor, placement: Division, owners: int, over: Machines | None) -> Sequence[Tensor]:
+def views_of_shards(tensor: Tensor, placement: Placement, owners: int, over: Machines | None) -> Sequence[Tensor]:
     """For each owner on this machine a view of the elements of a full tensor that belong to its shard."""
     if isinstance(placement, Replicate):
         return [tensor] * owners
     count = shards_on_all_machines(owners, over)
     if tensor.dim() == 0:
         return on_this_machine([tensor, *[tensor.new_empty(0)] * (count - 1)], over)
-    return on_this_machine(tensor.split(rows_of(placement, tensor.shape[placement.dim], count), placement.dim), over)
+    return on_this_machine(tensor.split(rows_of_shards(tensor.shape[placement.dim], count), placement.dim), over)
 
 
 # ---- shards of other machines ----------------------------------------------------------------------------------------
 
 
 def local_shard_shapes(
-    shape: Sequence[int], placement: Division, owners: int, over: Machines | None
+    shape: Sequence[int], placement: Placement, owners: int, over: Machines | None
 ) -> list[torch.Size]:
     """The shape of the shard of each owner on this machine. ``owners``: how many owners this machine has."""
     return [*on_this_machine(shard_shapes(shape, placement, shards_on_all_machines(owners, over)), over)]
@@ -145,7 +145,7 @@ def all_gather_owners(of_owners: Tensor, over: Machines) -> Tensor:
 
 
 def _rows_of_all_machines(
-    shards: Sequence[Tensor], placement: Division, shape: Sequence[int], over: Machines
+    shards: Sequence[Tensor], placement: Placement, shape: Sequence[int], over: Machines
 ) -> Iterator[Tensor]:
     """Yields consecutive pieces of the full tensor, cut along the placement's dimension.
 

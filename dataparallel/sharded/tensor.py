@@ -21,7 +21,8 @@ from torch.utils.hooks import warn_if_has_hooks
 from dataparallel import _torch
 from dataparallel.devices import DeviceLike, current_device, resolve
 from dataparallel.sharded import operators
-from dataparallel.sharded.placements import Division, Rows, after_loading, over_of
+from dataparallel.sharded.order import ordered_in_backward, wait_for_host_reads
+from dataparallel.sharded.placements import Placement, after_loading, over_of
 from dataparallel.sharded.shards import copied_to, copy_into, empty_shards, gather_full, split_into
 from dataparallel.threads.meetings import here
 
@@ -128,11 +129,10 @@ class ShardedTensor(Tensor):
         shape: of the full tensor.
         devices: the owners, if the shards are not on them now (offloaded to the CPU, on meta).
         requires_grad: as for any tensor.
-        like: a tensor whose strides and storage offset the result reports. Default: contiguous strides.
     """
 
     _shards: tuple[Tensor, ...]
-    _placement: Division
+    _placement: Placement
     _devices: tuple[torch.device, ...]
     _overwrites = 0
     """How often ``zero_``, ``fill_`` or ``copy_`` has written to it, by ``zero_grad`` for example."""
@@ -146,17 +146,15 @@ class ShardedTensor(Tensor):
     def __new__(
         cls,
         shards: Sequence[Tensor],
-        placement: Division,
+        placement: Placement,
         shape: Sequence[int],
         devices: Sequence[torch.device] | None = None,
         requires_grad: bool = False,
-        like: Tensor | None = None,
     ) -> ShardedTensor:
         """It runs for every result of an operator, so it checks nothing."""
         first = shards[0]
-        layout = {} if like is None else {"strides": like.stride(), "storage_offset": like.storage_offset()}
         made: ShardedTensor = _torch.make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=first.dtype, device=first.device, requires_grad=requires_grad, **layout
+            cls, torch.Size(shape), dtype=first.dtype, device=first.device, requires_grad=requires_grad
         )
         _torch.refuse_data_pointers(made)
         made._shards, made._placement = tuple(shards), placement
@@ -177,7 +175,7 @@ class ShardedTensor(Tensor):
     @property
     def shards(self) -> tuple[Tensor, ...]:
         """The shard of each owner, without a graph. Writing to a shard writes to the tensor."""
-        operators.wait_for_host_reads()
+        wait_for_host_reads()
         return self._shards
 
     @property
@@ -204,7 +202,7 @@ class ShardedTensor(Tensor):
         return over_of(self._devices)
 
     @property
-    def placement(self) -> Division:
+    def placement(self) -> Placement:
         """How the full tensor is divided: ``Shard(dim)`` or ``Replicate()``."""
         return self._placement
 
@@ -251,7 +249,7 @@ class ShardedTensor(Tensor):
                     "the gradient of a sharded tensor came undivided from a backward with create_graph=True, and its "
                     "graph would be lost if it were divided: use torch.autograd.grad, which returns it as it is"
                 )
-            with torch.no_grad(), operators.ordered_in_backward({shard.device for shard in self._shards}):
+            with torch.no_grad(), ordered_in_backward({shard.device for shard in self._shards}):
                 divided = divided_like(gradient, self)
             _GRAD.__set__(self, divided)
             gradient = _GRAD.__get__(self)
@@ -328,9 +326,6 @@ class ShardedTensor(Tensor):
                 f"{self!r} cannot be pickled: this machine has a part of its values only. Save the plain tensors of "
                 "fully_shard.full_state_dict(model), which all machines call, or full_tensor()"
             )
-        if isinstance(self._placement, Rows):
-            with torch.no_grad():
-                return divided_on_owners_of(self, self, Shard(self._placement.dim)).__reduce_ex__(protocol)
         warn_if_has_hooks(self)
         dim = None if isinstance(self._placement, Replicate) else self._placement.dim
         owners = [str(device) for device in self._devices]
@@ -379,7 +374,7 @@ def _check_divided_alike(role: str, tensor: object, like: ShardedTensor) -> Shar
 
 
 def fill_shards(
-    shards: Sequence[Tensor], placement: Division, tensor: Tensor, over: Machines | None, non_blocking: bool = False
+    shards: Sequence[Tensor], placement: Placement, tensor: Tensor, over: Machines | None, non_blocking: bool = False
 ) -> None:
     """Copies the values of ``tensor``, plain or sharded in any way, into shards with this placement.
 
@@ -391,7 +386,7 @@ def fill_shards(
                 if shard.numel():
                     copy_into(shard, source, non_blocking)
             return
-        tensor = gather_full(tensor._shards, tensor._placement, tensor.shape, shards[0].device, tensor.over)
+        tensor = tensor.full_tensor(shards[0].device)
     split_into(shards, placement, tensor.detach(), non_blocking, over)
 
 
@@ -403,7 +398,7 @@ def divided_like(tensor: Tensor, like: ShardedTensor) -> ShardedTensor:
 
 
 def divided_on_owners_of(
-    tensor: Tensor, like: ShardedTensor, placement: Division, places: Sequence[torch.device] | None = None
+    tensor: Tensor, like: ShardedTensor, placement: Placement, places: Sequence[torch.device] | None = None
 ) -> ShardedTensor:
     """The values of ``tensor``, plain or sharded in any way, with this placement and the owners of ``like``.
 

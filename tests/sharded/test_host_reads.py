@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dataparallel.comm.streams.current import Event
-from dataparallel.sharded import operators
+from dataparallel.sharded import order as operators
 
 pytestmark = pytest.mark.devices("cpu")  # they know no slots: once is enough
 

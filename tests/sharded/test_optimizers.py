@@ -72,6 +72,20 @@ def test_steps_equal_one_device_and_send_nothing(
 
 
 @pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "Rprop"])
+def test_steps_of_complex_parameters_equal_one_device_and_gather_nothing(slots: list, name: str, foreach: bool) -> None:
+    torch.manual_seed(0)
+    value, gradient = torch.randn(2, 7, 3, dtype=torch.complex128)
+    parameters = [nn.Parameter(value.to(slots[0])), nn.Parameter(sharded(value, slots))]
+    for parameter, divide in zip(parameters, (lambda x: x.to(slots[0]), lambda x: sharded(x, slots)), strict=True):
+        optimizer = (OPTIMIZERS | OF_WHOLE_MATRICES)[name]([parameter], foreach=foreach)
+        for step in range(STEPS):
+            parameter.grad = divide(gradient * (step - 2))
+            optimizer.step()
+    assert_same([full(parameters[1])], parameters[:1])
+
+
+@pytest.mark.parametrize("foreach", [False, True])
 def test_plain_gradients_of_whole_parameters_are_divided(slots: list, root: torch.device, foreach: bool) -> None:
     """Autograd leaves one where the loss is a sum over a sharded parameter."""
     whole = whole_parameters(root)

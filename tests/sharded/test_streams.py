@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dataparallel.comm.streams.current import streams_joined
-from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
-from dataparallel.sharded import operators as sharded_operators
+from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor, order
 from sharding import full
 
 pytestmark = pytest.mark.devices("sim", "stand-in")
@@ -140,7 +139,7 @@ def test_they_are_ordered_on_any_current_streams(
 ) -> None:
     expected = work(slots)
     for name in ("_used_streams", "_last_stream"):  # other streams that a forward has used would be waited for too
-        monkeypatch.setattr(sharded_operators, name, {})
+        monkeypatch.setattr(order, name, {})
     for _ in range(2):  # the second time on memory that the first has freed
         with streams_joined({device: torch.Stream(device) for device in slots}):
             got = work(slots)

@@ -1,4 +1,4 @@
-"""`on_wholes` runs operators that need several shards at once, such as a matrix product, on gathered tensors.
+"""`on_wholes` runs operators that need several shards at once, and operators on views, on gathered tensors.
 
 It gathers sharded arguments on the device of the first shard, runs the operator once, and divides the result: with the
 same placement if it has the same shape, else along dimension 0. A 0-dim result stays plain. Tensors that were written
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -20,15 +20,21 @@ from dataparallel._torch import OpOverload
 from dataparallel.arguments import checked
 from dataparallel.environment import says_no
 from dataparallel.sharded import operators
-from dataparallel.sharded.operators import sharded_in
-from dataparallel.sharded.operators.layout import find_template
+from dataparallel.sharded.operators import OF_VIEWS, refusal, register, sharded_in
+from dataparallel.sharded.operators.pointwise import find_template
 from dataparallel.sharded.placements import Replicate, Shard
 from dataparallel.sharded.tensor import ShardedTensor, divided_on_owners_of, fill_shards
+from dataparallel.sharded.view import ShardedView, on_meta
 from dataparallel.threads.meetings import here
+
+aten = torch.ops.aten
 
 _lock = threading.Lock()
 _warned: set[str] = set()  # names of operators
 _allowed: bool | None = None
+
+ONLY_COPY = {aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.clone.default}
+"""Operators on views that compute nothing. They may gather, as copies between sharded tensors may."""
 
 
 def allow_gathers(allowed: bool | None) -> None:
@@ -46,36 +52,15 @@ def allow_gathers(allowed: bool | None) -> None:
     _allowed = checked("allowed", allowed, bool, None)
 
 
-class GatheredView(ShardedTensor):
-    """A gathered copy in the place of a view. It refuses writes, because they would not reach the original tensor."""
-
-    @classmethod
-    @_torch.not_traced
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(isinstance(value, GatheredView) for value in operators.written_values(func, args, kwargs or {})):
-            raise NotImplementedError(
-                f"{func} would write to a view that was gathered, and not to the tensor that it is a view of: write to "
-                "the clone() of the view, or use full_tensor() and copy_"
-            )
-        result = operators.run(func, args, kwargs or {})
-        if not _is_view(func):
-            return result
-        return [*map(_cannot_be_written, result)] if isinstance(result, list) else _cannot_be_written(result)
-
-
-def _cannot_be_written(view: ShardedTensor) -> GatheredView:
-    return GatheredView(view._shards, view._placement, view.shape, view._devices, like=view)
-
-
-@operators.register_on_wholes
+@operators.ON_WHOLES.append
 def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
     """Runs the operator on gathered arguments. Raises ``error`` if operators may not gather or this one cannot."""
     arguments = [*args, *kwargs.values()]
     if not _can_gather(func):
         raise error
-    if not _may_gather(arguments):
+    if _is_view(func):
+        return _view_of(func, args, kwargs)
+    if not _may_gather(func, arguments):
         if _allowed is None and here() is None and _is_recorded(arguments):
             error = type(error)(
                 f"{error}, or for its gradient call dataparallel.sharded.allow_gathers(True) first. If a module "
@@ -83,47 +68,61 @@ def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], e
                 "fully_shard, or give fully_shard this one too, before the module that holds it"
             )
         raise error
-    # An operator on lists runs for one position after the other, so that few full tensors are in memory.
-    if _is_on_lists(func) and (count := max(len(value) for value in args if isinstance(value, (list, tuple)))) > 1:
-        of_positions = [operators.run(func, _at(args, i, count), kwargs) for i in range(count)]
+    lengths = [len(value) for value in args if isinstance(value, (list, tuple))]
+    if func.overloadpacket.__name__.startswith("_foreach_") and max(lengths) > 1:
+        # It runs for one position after the other, so that few full tensors are in memory.
+        of_positions = [func(*_at(args, i, max(lengths)), **kwargs) for i in range(max(lengths))]
         return None if of_positions[0] is None else [result for results in of_positions for result in results]
     _warn(func)
-    template = find_template(sharded_in(arguments))
+    return _run(func, args, kwargs, error)
+
+
+def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+    template = find_template(sharded_in([*args, *kwargs.values()]))
     written = [value for value in operators.written_values(func, args, kwargs) if isinstance(value, Tensor)]
-    plain = [value.device for value in written if not isinstance(value, ShardedTensor)]
-    device = plain[0] if plain else template._shards[0].device
+    plain = (value.device for value in written if not isinstance(value, ShardedTensor))
+    device = next(plain, template._shards[0].device)
     full_tensors: dict[int, tuple[ShardedTensor, Tensor]] = {}  # by the id of the sharded tensor
-
-    def gathered(value: Any) -> Any:
-        if isinstance(value, ShardedTensor):
-            if id(value) not in full_tensors:
-                full_tensors[id(value)] = value, value.full_tensor(device)
-            return full_tensors[id(value)][1]
-        return type(value)(map(gathered, value)) if type(value) in (list, tuple) else value
-
-    results = func(*gathered(args), **{name: gathered(value) for name, value in kwargs.items()})
-    for target in written:
-        if isinstance(target, ShardedTensor):
-            fill_shards(target._shards, target._placement, full_tensors[id(target)][1], target.over)
-    return _divided(func, results, template, list(full_tensors.values()), error)
+    whole = partial(_gathered, device=device, full_tensors=full_tensors)
+    results = func(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
+    divided_again = [full_tensors[id(target)] for target in written if isinstance(target, ShardedTensor)]
+    divided = _divided(results, template, [*divided_again, *full_tensors.values()], error)
+    for target, _ in divided_again:
+        owner = target._viewed if isinstance(target, ShardedView) else target
+        fill_shards(owner._shards, owner._placement, full_tensors[id(owner)][1], owner.over)
+    return divided
 
 
-def _may_gather(arguments: list[Any]) -> bool:
-    if here() is not None or _allowed is False:
+def _gathered(value: Any, device: torch.device, full_tensors: dict[int, tuple[ShardedTensor, Tensor]]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_gathered(each, device, full_tensors) for each in value)
+    if not isinstance(value, ShardedTensor):
+        return value
+    if id(value) not in full_tensors:
+        if isinstance(value, ShardedView):
+            full = value._see(_gathered(value._viewed, device, full_tensors))
+        else:  # objects on the same shards share a full tensor
+            others = [(other, full) for other, full in full_tensors.values() if not isinstance(other, ShardedView)]
+            known = [full for other, full in others if other._shards is value._shards]
+            full = known[0] if known else value.full_tensor(device)
+        full_tensors[id(value)] = value, full
+    return full_tensors[id(value)][1]
+
+
+def _may_gather(func: OpOverload, arguments: list[Any]) -> bool:
+    if here() is not None or (_allowed is not True and _is_recorded(arguments)):
         return False
-    return bool(_allowed) or not (_is_recorded(arguments) or says_no("DATAPARALLEL_GATHERS"))
+    return _allowed or func in ONLY_COPY or not (_allowed is False or says_no("DATAPARALLEL_GATHERS"))
 
 
 def _is_recorded(arguments: list[Any]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in sharded_in(arguments))
 
 
-def _divided(
-    func: OpOverload, result: Any, template: ShardedTensor, pairs: list[tuple[ShardedTensor, Tensor]], error: Exception
-) -> Any:
+def _divided(result: Any, template: ShardedTensor, pairs: list[tuple[ShardedTensor, Tensor]], error: Exception) -> Any:
     """Divides a result of the operator. ``pairs``: the sharded arguments with their full tensors."""
     if isinstance(result, (list, tuple)):
-        return type(result)(_divided(func, each, template, pairs, error) for each in result)
+        return type(result)(_divided(each, template, pairs, error) for each in result)
     if not isinstance(result, Tensor):
         return result
     for sharded, full in pairs:
@@ -133,10 +132,9 @@ def _divided(
         raise error
     if not result.dim() or not pairs:
         return result
-    placement = template._placement if result.shape == template.shape else Shard(0)
-    placement = Replicate() if isinstance(template._placement, Replicate) else placement
-    divided = divided_on_owners_of(result, template, placement)
-    return _cannot_be_written(divided) if _is_view(func) else divided
+    like = template._viewed if isinstance(template, ShardedView) else template
+    placement = like._placement if result.shape == like.shape or isinstance(like._placement, Replicate) else Shard(0)
+    return divided_on_owners_of(result, like, placement)
 
 
 def _at(args: tuple[Any, ...], i: int, count: int) -> tuple[Any, ...]:
@@ -144,35 +142,17 @@ def _at(args: tuple[Any, ...], i: int, count: int) -> tuple[Any, ...]:
     return tuple([value[i]] if isinstance(value, (list, tuple)) and len(value) == count else value for value in args)
 
 
-def _is_on_lists(func: OpOverload) -> bool:
-    return func.overloadpacket.__name__.startswith("_foreach_")
-
-
 @cache
 def _can_gather(func: OpOverload) -> bool:
     """False for random operators, and for those that change a tensor's shape or memory in place."""
-    name = func.overloadpacket.__name__
     tags = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & {*func.tags}
-    lists = [argument for argument in _torch.schema_of(func).arguments if argument.name in ("scalars", "state_steps")]
-    return (
-        not tags
-        and not name.startswith(("_fused_", "as_strided", "set_", "resize"))
-        and not (_is_on_lists(func) and any(not isinstance(argument.type, torch.ListType) for argument in lists))
-    )
-
-
-@cache
-def _is_view(func: OpOverload) -> bool:
-    return any(
-        argument.alias_info is not None and not argument.alias_info.is_write
-        for argument in _torch.schema_of(func).arguments
-    )
+    return not tags and not func.overloadpacket.__name__.startswith(("_fused_", "as_strided", "set_", "resize"))
 
 
 def _warn(func: OpOverload) -> None:
     name = func.overloadpacket.__name__
     with _lock:
-        if _allowed or name in _warned:
+        if _allowed or func in ONLY_COPY or name in _warned:
             return
         _warned.add(name)
     warnings.warn(
@@ -180,3 +160,57 @@ def _warn(func: OpOverload) -> None:
         "result for all. dataparallel.sharded.allow_gathers(False) makes this an error, allow_gathers(True) accepts it",
         stacklevel=6,  # the caller of the operator
     )
+
+
+def _view_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator that returns a view of its first argument, or a list of views."""
+    tensor, others = args[0], args[1:]
+    is_again = isinstance(tensor, ShardedView)
+    viewed, see = (tensor._viewed, tensor._see) if is_again else (_second_object(func, tensor), lambda full: full)
+
+    def see_again(full: Tensor) -> Any:
+        return func(see(full), *others, **kwargs)
+
+    seen = see_again(on_meta(viewed))
+    if isinstance(seen, Tensor):
+        return ShardedView(viewed, see_again)
+    return [ShardedView(viewed, lambda full, at=at: see_again(full)[at]) for at in range(len(seen))]  # type: ignore[misc]
+
+
+@cache
+def _is_view(func: OpOverload) -> bool:
+    """True if a result of the operator shares the memory of an argument that it does not write to."""
+    infos = [argument.alias_info for argument in _torch.schema_of(func).arguments]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+@register(aten.detach.default, aten.alias.default)
+def _second_object(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
+    if isinstance(tensor, ShardedView):
+        return ShardedView(tensor._viewed, tensor._see)
+    return ShardedTensor(tensor._shards, tensor._placement, tensor.shape, tensor._devices)
+
+
+@register(aten.view_as_real.default, aten.view_as_complex.default)
+def _other_numbers(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
+    """Views complex numbers as pairs in a new last dimension, or such pairs as complex numbers, as optimizers do."""
+    shape = (*tensor.shape, 2) if func is aten.view_as_real.default else tensor.shape[:-1]
+    if isinstance(tensor._placement, Shard) and tensor._placement.dim >= min(tensor.dim(), len(shape)):
+        raise refusal(func, f" of shape {tuple(tensor.shape)}, where it would cut pairs in two")
+    return ShardedTensor([func(shard) for shard in tensor._shards], tensor._placement, shape, tensor._devices)
+
+
+@register(aten.t_.default)
+def _turn(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
+    """Turns a matrix, as ``nn.init.orthogonal_`` does. The parameters of a module keep the shapes of their layout."""
+    if isinstance(tensor, torch.nn.Parameter) or tensor.dim() != 2:
+        raise refusal(func, " that are parameters or no matrices")
+    placement = tensor._placement if isinstance(tensor._placement, Replicate) else Shard(1 - tensor._placement.dim)
+    shape = tensor.shape[::-1]
+    turned = ShardedTensor([shard.t() for shard in tensor._shards], placement, shape, tensor._devices)
+    torch.Tensor.data.__set__(tensor, turned)  # type: ignore[attr-defined]  # takes the shape
+    tensor._shards, tensor._placement = turned._shards, placement
+    return tensor
+
+
+OF_VIEWS[aten.detach.default] = OF_VIEWS[aten.alias.default] = _second_object

@@ -7,7 +7,7 @@ that is plain or divided in another way are collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,17 +16,14 @@ from torch import Tensor
 from dataparallel import _torch
 from dataparallel._torch import OpOverload
 from dataparallel.devices import CPU
-from dataparallel.sharded.operators import refusal, register, sharded_in
-from dataparallel.sharded.operators.layout import shard_devices
+from dataparallel.sharded.operators import OF_VIEWS, TABLE, refusal, register, sharded_in
+from dataparallel.sharded.operators.pointwise import shard_devices
 from dataparallel.sharded.placements import destinations
-from dataparallel.sharded.shards import all_gather_stacked, copy_into, gather_full, local_shard_shapes
+from dataparallel.sharded.shards import all_gather_stacked, copy_into
 from dataparallel.sharded.tensor import ShardedTensor, fill_shards
+from dataparallel.sharded.view import ShardedView
 
 aten = torch.ops.aten
-
-
-def _like(tensor: ShardedTensor, shards: Sequence[Tensor]) -> ShardedTensor:
-    return ShardedTensor(shards, tensor._placement, tensor.shape, tensor._devices)
 
 
 @register(_torch.to_copy)
@@ -41,17 +38,13 @@ def _to_copy(func: OpOverload, tensor: ShardedTensor, *, non_blocking: bool = Fa
 @register(aten.copy_.default)
 def _copy_(func: OpOverload, target: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, ShardedTensor):
-        # The full tensor, on the target's device; copy_ checks shapes.
-        full = gather_full(source._shards, source._placement, source.shape, target.device, source.over)
-        target.copy_(full, non_blocking)
-        return target
+        return target.copy_(source.full_tensor(target.device), non_blocking)  # which checks the shapes
     if not isinstance(source, ShardedTensor):
         source = source.expand(target.shape)
     elif target.shape != source.shape:
         raise ValueError(f"cannot copy {source!r} into {target!r}: the shapes differ")
     if not target.is_meta:
         fill_shards(target._shards, target._placement, source, target.over, non_blocking)
-    target._overwrites += 1
     return target
 
 
@@ -66,52 +59,41 @@ def _is_pinned(func: OpOverload, tensor: ShardedTensor, device: torch.device | N
 def _item(func: OpOverload, tensor: ShardedTensor) -> Any:
     if tensor.numel() != 1:
         raise RuntimeError(f"only a tensor with one element has an item; got {tensor!r}")
-    if tensor.over is not None:
-        return tensor.full_tensor(CPU).item()
-    return next(shard for shard in tensor._shards if shard.numel()).to(CPU).item()
+    return tensor.full_tensor(CPU).item()
 
 
 # ---- filled ----------------------------------------------------------------------------------------------------------
 
 
-def _shapes(tensor: ShardedTensor) -> list[torch.Size]:
-    return local_shard_shapes(tensor.shape, tensor._placement, len(tensor._shards), tensor.over)
-
-
-def _places_of_new_shards(func: OpOverload, tensor: ShardedTensor, kwargs: dict[str, Any]) -> list[torch.device]:
-    """The devices of the new shards. Pops ``device`` and ``layout`` from ``kwargs``."""
-    device, layout = kwargs.pop("device", None), kwargs.pop("layout", None)
+@register(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
+def _filled_like(
+    func: OpOverload, tensor: ShardedTensor, *value: Any, device: Any = None, layout: Any = None, **options: Any
+) -> ShardedTensor:
     if layout not in (None, torch.strided):
         raise refusal(func, f" with layout={layout}")
-    return shard_devices(tensor) if device is None else [*destinations(tensor._devices, torch.device(device))]
+    places = shard_devices(tensor) if device is None else destinations(tensor._devices, torch.device(device))
+    shards = [func(shard, *value, device=to, **options) for shard, to in zip(tensor._shards, places, strict=True)]
+    return ShardedTensor(shards, tensor._placement, tensor.shape, tensor._devices)
 
 
-@register(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
-def _filled_like(func: OpOverload, tensor: ShardedTensor, *value: Any, **options: Any) -> ShardedTensor:
-    places = _places_of_new_shards(func, tensor, options)
-    pairs = zip(tensor._shards, places, strict=True)
-    return _like(tensor, [func(shard, *value, device=place, **options) for shard, place in pairs])
+_LIKE = {
+    aten.new_zeros.default: aten.zeros_like.default,
+    aten.new_ones.default: aten.ones_like.default,
+    aten.new_full.default: aten.full_like.default,
+    aten.new_empty.default: aten.empty_like.default,
+    aten.new_empty_strided.default: aten.empty_like.default,
+}
 
 
-@register(aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default)
-def _new(func: OpOverload, tensor: ShardedTensor, size: Sequence[int], *value: Any, **options: Any) -> Tensor:
+@register(*_LIKE)
+def _new(func: OpOverload, tensor: ShardedTensor, size: Sequence[int], *values: Any, **options: Any) -> Tensor:
     if torch.Size(size) != tensor.shape:
-        return func(tensor._shards[0], size, *value, **options)
-    places = _places_of_new_shards(func, tensor, options)
-    rows = zip(tensor._shards, _shapes(tensor), places, strict=True)
-    return _like(tensor, [func(shard, shape, *value, device=place, **options) for shard, shape, place in rows])
-
-
-@register(aten.new_empty_strided.default)
-def _new_strided(
-    func: OpOverload, tensor: ShardedTensor, size: Sequence[int], stride: Sequence[int], **options: Any
-) -> Tensor:
-    """Only the strides of a contiguous tensor work. Autograd calls this for a gradient that it copies."""
-    if torch.Size(size) != tensor.shape:
-        return func(tensor._shards[0], size, stride, **options)
-    if tuple(stride) != torch.empty(size, device="meta").stride():
-        raise refusal(func, f" with the strides {tuple(stride)}")
-    return _new(aten.new_empty.default, tensor, size, **options)
+        return func(tensor._shards[0], size, *values, **options)
+    if func is aten.new_empty_strided.default:  # autograd calls it for a gradient that it copies
+        if tuple(values[0]) != torch.empty(size, device="meta").stride():
+            raise refusal(func, f" with the strides {tuple(values[0])}")
+        values = ()
+    return _filled_like(_LIKE[func], tensor, *values, **options)
 
 
 # ---- draws -----------------------------------------------------------------------------------------------------------
@@ -126,71 +108,59 @@ def _new_strided(
     aten.exponential_.default, aten.log_normal_.default, aten.cauchy_.default, aten.geometric_.default,
     aten.random_.default, aten.random_.to, getattr(aten.random_, "from"),
 )  # fmt: skip
-def _draw_in_place(func: OpOverload, tensor: Tensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+def _draw(func: OpOverload, tensor: Tensor, *args: Any, generator: torch.Generator | None = None) -> Tensor:
+    """It draws into a view too."""
     if not isinstance(tensor, ShardedTensor) or [*sharded_in(args)]:
         raise refusal(func, " as parameters of a distribution")
-    first = tensor._shards[0]
-
-    def draw() -> Tensor:
-        return func(first.new_empty_strided(tensor.shape, tensor.stride()), *args, **kwargs)
-
-    drawn = _drawn(tensor, draw, first.device, kwargs.get("generator"))
-    fill_shards(tensor._shards, tensor._placement, drawn, tensor.over)
-    return tensor
-
-
-@register(
-    aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype,
-    *[
-        getattr(packet, name)
-        for packet in (aten.rand_like, aten.randn_like, aten.randint_like)
-        for name in ("generator", "low_generator_dtype")
-        if name in packet.overloads()
-    ],
-)  # fmt: skip
-def _drawn_like(func: OpOverload, tensor: ShardedTensor, *args: Any, **options: Any) -> ShardedTensor:
-    places = _places_of_new_shards(func, tensor, options)
-    like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    drawn = _drawn(tensor, lambda: func(like, *args, device=places[0], **options), places[0], options.get("generator"))
-    shards = [drawn.new_empty(shape, device=place) for shape, place in zip(_shapes(tensor), places, strict=True)]
-    fill_shards(shards, tensor._placement, drawn, tensor.over)
-    return _like(tensor, shards)
-
-
-def _drawn(
-    tensor: ShardedTensor, draw: Callable[[], Tensor], device: torch.device, generator: torch.Generator | None
-) -> Tensor:
-    """Calls ``draw``; over machines, with the state of machine 0's generator."""
-    over = tensor.over
-    if over is None or device.type == "meta":
-        return draw()
-    own_state = _state(generator, device)
-    state = all_gather_stacked(own_state.to(tensor._shards[0].device), over)[0].to(CPU)
-    drawn = draw()
-    if not torch.equal(own_state, state):
-        after = _state(generator, device)
-        _set_state(generator, device, state)
-        try:
-            drawn = draw()
-        finally:
-            _set_state(generator, device, after)
-    return drawn
+    first, over = tensor._shards[0], tensor.over
+    drawn = first.new_empty_strided(tensor.shape, tensor.stride())
+    state = None if over is None or first.is_meta else _state(generator, first.device)
+    func(drawn, *args, generator=generator)
+    if over is not None and state is not None:
+        state_0 = all_gather_stacked(state.to(first.device), over)[0].to(CPU)
+        if not torch.equal(state, state_0):
+            generator = torch.Generator(first.device)
+            generator.set_state(state_0)
+            func(drawn, *args, generator=generator)
+    return tensor.copy_(drawn)
 
 
 def _state(generator: torch.Generator | None, device: torch.device) -> Tensor:
     """The state of the generator, or of the device's default generator, on the CPU."""
     if generator is not None:
         return generator.get_state()
-    if device.type == CPU.type:
-        return torch.get_rng_state()
-    found: Tensor = torch.get_device_module(device).get_rng_state(device)
-    return found
+    state: Tensor = (
+        torch.get_rng_state() if device.type == CPU.type else torch.get_device_module(device).get_rng_state(device)
+    )
+    return state
 
 
-def _set_state(generator: torch.Generator | None, device: torch.device, state: Tensor) -> None:
-    if generator is not None:
-        generator.set_state(state)
-    elif device.type == CPU.type:
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
+_DRAWS: dict[Any, Any] = {
+    aten.rand_like: Tensor.uniform_,
+    aten.randn_like: Tensor.normal_,
+    aten.randint_like: Tensor.random_,
+}
+
+
+@register(
+    *[
+        getattr(packet, name)
+        for packet in _DRAWS
+        for name in ("default", "generator", "low_dtype", "low_generator_dtype")
+        if name in packet.overloads()
+    ]
+)
+def _drawn_like(func: OpOverload, tensor: Tensor, *limits: int, generator: Any = None, **options: Any) -> Tensor:
+    limits = (0, *limits) if func.overloadpacket is aten.randint_like and len(limits) == 1 else limits
+    return _DRAWS[func.overloadpacket](torch.empty_like(tensor, **options), *limits, generator=generator)
+
+
+def _on_clone(func: OpOverload, view: ShardedView, *args: Any, **kwargs: Any) -> Any:
+    return func(view.detach().clone(), *args, **kwargs)
+
+
+for _overload, _operator in TABLE.items():
+    if _operator in (_to_copy, _is_pinned, _item, _filled_like, _new):
+        OF_VIEWS[_overload] = _on_clone
+    elif _operator in (_draw, _drawn_like):
+        OF_VIEWS[_overload] = _operator

@@ -24,7 +24,7 @@ from dataparallel.comm import settings
 from dataparallel.comm.streams.current import Event, current_streams, streams_joined, streams_set
 from dataparallel.comm.streams.held import hold
 from dataparallel.profiling import stage
-from dataparallel.sharded import operators
+from dataparallel.sharded.order import ordered_in_backward
 from dataparallel.sharded.tensor import ShardedTensor, Taker, divided_like, hand_over, is_divided_alike
 from dataparallel.sharded.units.buffers import Gradients, Layout, PeerTables, added_in, naming_out_of_memory
 from dataparallel.sharded.units.sharded_unit import FormerShardedGrad, PassGradients, ShardedUnit, WaitingSums, wait_for
@@ -221,7 +221,7 @@ class UnitGradients:
         assert self._unit.pass_gradients is not None
         summed = self._unit.pass_gradients()
         if not is_divided_alike(gradient, parameter):
-            with torch.no_grad(), operators.ordered_in_backward({shard.device for shard in parameter._shards}):
+            with torch.no_grad(), ordered_in_backward({shard.device for shard in parameter._shards}):
                 gradient = divided_like(gradient, parameter)
         summed.add_direct(parameter, gradient)
 

@@ -20,8 +20,7 @@ from dataparallel.comm.host import can_pin
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream
 from dataparallel.devices import CPU
 from dataparallel.gradients.gradient_sums import FormerGrad, hooked
-from dataparallel.sharded import operators
-from dataparallel.sharded.operators import note_host_reads
+from dataparallel.sharded.order import note_host_reads, ordered_in_backward
 from dataparallel.sharded.placements import Shard
 from dataparallel.sharded.tensor import ShardedTensor, divided_like, is_divided_alike
 from dataparallel.sharded.units.buffers import DtypeGroup, Layout, PeerTables, Precision
@@ -306,7 +305,7 @@ class FormerShardedGrad(FormerGrad):
 
     @torch.no_grad()
     def is_zero(self, grad: ShardedTensor) -> bool:
-        with operators.ordered_in_backward({shard.device for shard in grad._shards}):
+        with ordered_in_backward({shard.device for shard in grad._shards}):
             return not any(bool(shard.any()) for shard in grad._shards)
 
 

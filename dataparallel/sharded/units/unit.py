@@ -15,7 +15,7 @@ from dataparallel import _torch
 from dataparallel.comm import settings
 from dataparallel.comm.streams.current import Event, current_streams
 from dataparallel.comm.transport_choice import why_no_tables
-from dataparallel.sharded.operators import note_host_reads
+from dataparallel.sharded.order import note_host_reads
 from dataparallel.sharded.placements import Shard, over_of
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.buffers import PeerTables, naming_out_of_memory

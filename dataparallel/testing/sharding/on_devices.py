@@ -12,6 +12,7 @@ from dataparallel.devices import DeviceLike, resolve_each
 from dataparallel.sharded import Replicate, ShardedTensor, distribute_tensor
 from dataparallel.sharded.placements import Owners, Placement, over_of
 from dataparallel.sharded.tensor import divided_like
+from dataparallel.sharded.view import ShardedView
 from dataparallel.testing.sharding.differences import same_bits
 
 Placements: TypeAlias = tuple[Placement, ...]
@@ -59,7 +60,7 @@ class OnDevices:
         """
         assert isinstance(tensor, ShardedTensor)
         full = tensor.full_tensor("cpu")
-        if isinstance(tensor.placement, Replicate):
+        if not isinstance(tensor, ShardedView) and isinstance(tensor.placement, Replicate):
             for place, part in enumerate(tensor.shards):
                 if not same_bits(part.detach().cpu(), full):
                     raise AssertionError(f"the replica on device {place} differs from the one on device 0")
@@ -73,6 +74,8 @@ class OnDevices:
     def for_backward(self, output: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
         """What backward starts from, and with which gradient."""
         assert isinstance(output, ShardedTensor)
+        if isinstance(output, ShardedView):
+            return output, cotangent.to(output.device)
         return output, divided_like(cotangent, output)
 
     def is_refusal(self, error: Exception) -> bool:

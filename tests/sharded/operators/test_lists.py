@@ -60,7 +60,6 @@ CALLS: dict[str, Any] = {
     "tensors of one element": lambda t: torch._foreach_addcmul(
         t, t, [torch.tensor(float(i), dtype=torch.float64, device=t[0].device) for i in range(5)]
     ),
-    "tensor of scalars": lambda t: torch._foreach_addcdiv(t, t, t, torch.arange(5.0)),
     "power": lambda t: torch._foreach_pow(2.0, t),
     "lerp": lambda t: torch._foreach_lerp(t, torch._foreach_mul(t, 2), 0.3),
     "lerp by list": lambda t: torch._foreach_lerp(t, torch._foreach_mul(t, 2), t),
@@ -94,8 +93,10 @@ def test_a_sharded_number_serves_every_list(slots: list, places: list) -> None:
 
 def test_what_a_plain_list_cannot_take_is_an_error(slots: list) -> None:
     ones = [torch.ones(3, device=slots[0])]
-    with pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
-        torch._foreach_addcmul(ones, ones, ones, sharded(torch.ones(1), slots))
+    for numbers in (torch.ones(2), sharded(torch.ones(2), slots)):
+        with pytest.raises(NotImplementedError, match=r"_foreach_addcmul_.*full_tensor\(\)"):
+            torch._foreach_addcmul_([sharded(torch.ones(3), slots), *ones], [*ones, *ones], [*ones, *ones], numbers)
+        assert torch.equal(ones[0].cpu(), torch.ones(3))
     with pytest.raises(NotImplementedError, match=r"full_tensor\(\)"):
         torch._amp_foreach_non_finite_check_and_unscale_(ones, sharded(torch.zeros(1), slots), ones[0][:1])
     with pytest.raises(RuntimeError, match="at least one tensor"):

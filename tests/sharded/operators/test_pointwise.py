@@ -81,3 +81,18 @@ def test_comparisons_look_at_every_part(on_owners: Callable[[Callable], list]) -
             assert torch.equal(sharded(torch.tensor(1.0), owners), sharded(torch.tensor(value), owners)) == (value == 1)
 
     on_owners(compare)
+
+
+@pytest.mark.slots(4)
+def test_all_machines_get_the_dtype_of_a_0_dim_result(on_owners: Callable[[Callable], list]) -> None:
+    """One machine has the element. A shard without it is no 0-dim tensor, for which torch promotes in another way."""
+    wide = torch.tensor(0.5, dtype=torch.float64)
+
+    def multiply(owners: Any) -> None:
+        factor = wide.to(owners[0])
+        number = sharded(torch.tensor(3.0), owners)
+        for product in (number * factor, factor * number, *torch._foreach_mul([number], [factor])):
+            assert {shard.dtype for shard in product.shards} == {torch.float64}
+            assert full(product) == 1.5
+
+    on_owners(multiply)

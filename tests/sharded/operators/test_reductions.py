@@ -1,29 +1,20 @@
-"""Reductions of sharded tensors give plain tensors on the first owner, or sharded ones along other dimensions.
+"""Reductions of sharded tensors give plain tensors on the first owner.
 
 That results are those of plain tensors is in testing/sharding/test_table and in test_every_operator.
 """
 
-from typing import Any
-
 import pytest
 import torch
 
-from dataparallel.sharded import Replicate, Shard, ShardedTensor
-from sharding import full, sharded
+from dataparallel.sharded import Replicate, Shard
+from sharding import sharded
 
 
-@pytest.mark.parametrize("placement", [Shard(1), Replicate()], ids=str)
-def test_those_along_other_dimensions_are_sharded(slots: list, placement: Any) -> None:
-    x = torch.randn(3, 5, 4)
-    for dim in (0, -1):
-        for got, expected in zip(sharded(x, slots, placement).max(dim), x.max(dim), strict=True):
-            assert isinstance(got, ShardedTensor)
-            assert torch.equal(full(got), expected)
-
-
-def test_those_along_the_divided_dimension_are_refused(slots: list) -> None:
-    with pytest.raises(NotImplementedError, match=r"divided along 1.*full_tensor"):
-        sharded(torch.randn(3, 5), slots, Shard(1)).sum(-1)
+@pytest.mark.parametrize("name", ["max", "sum", "amax", "norm", "any", "prod"])
+def test_those_along_dimensions_are_refused(slots: list, name: str) -> None:
+    for placement in (Shard(1), Replicate()):
+        with pytest.raises(NotImplementedError, match=r"aten\..*full_tensor\(\)"):
+            getattr(sharded(torch.randn(3, 5, 4), slots, placement), name)(dim=0)
 
 
 def test_those_of_everything_are_plain_on_the_first_owner(slots: list, root: torch.device) -> None:
