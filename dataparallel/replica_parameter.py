@@ -23,19 +23,15 @@ class ReplicaParameter(torch.Tensor):
         self.requires_grad = requires_grad
         return self
 
-    @property
-    def requires_grad(self) -> bool:
-        """True if gradients flow to the source's parameter."""
-        return super().requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, requires_grad: bool) -> None:
-        if requires_grad != self.requires_grad:
+    # Not by a property: torch.compile takes one that reads ``super().requires_grad`` for true.
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "requires_grad" and value != self.requires_grad:
             raise RuntimeError(
-                f"cannot set requires_grad={requires_grad} on a parameter of a replica: it is a copy, not a leaf. Set "
+                f"cannot set requires_grad={value} on a parameter of a replica: it is a copy, not a leaf. Set "
                 "it on the source module before its forward. While a module with fully_shard is full, it has such "
                 "copies: set it before the forward, after backward() or after reshard()"
             )
+        super().__setattr__(name, value)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         # That of a fully sharded module has no memory while its unit is not gathered. Reading it would crash the

@@ -125,6 +125,27 @@ def test_a_default_device_changes_nothing(default, form, slots, root):
         torch.testing.assert_close(whole(nets[0].state_dict()[name]), expected, rtol=0, atol=1e-9, check_device=False)
 
 
+class Marked(nn.Linear):
+    """Reads what users set on parameters."""
+
+    def forward(self, x):
+        return super().forward(x) * self.weight.scale * (2 if self.bias.requires_grad else 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": {"backend": "eager"}}], ids=["eager", "compiled"])
+def test_what_users_set_on_a_parameter_reaches_the_replicas(options, form, slots, root):
+    module = Marked(4, 3).double().to(root)
+    one = copy.deepcopy(module)
+    module.weight.scale = one.weight.scale = 1.0
+    model = form(module, slots, **options)
+    x = torch.linspace(-1, 1, 28, dtype=torch.float64, device=root).view(7, 4)
+    for scale, needs_gradient in ((1.0, True), (5.0, True), (5.0, False), (2.0, True)):
+        for each in (module, one):
+            each.weight.scale = scale
+            each.bias.requires_grad_(needs_gradient)
+        torch.testing.assert_close(model(x), one(x), rtol=0, atol=1e-9)
+
+
 class TestWhatReplicasGet:
     def test_chunks_keyword_arguments_and_whole_tensors(self, affine, form, slots, batch):
         offset = torch.randn(1, 3, dtype=torch.float64, device=batch.device)

@@ -317,7 +317,7 @@ class ShardedTensor(Tensor):
         memo[id(self)] = made
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
-        made.__dict__.update(copy.deepcopy(self._attributes(), memo))
+        made.__dict__.update(copy.deepcopy(self._attributes_and_mark(), memo))
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -329,11 +329,15 @@ class ShardedTensor(Tensor):
         warn_if_has_hooks(self)
         dim = None if isinstance(self._placement, Replicate) else self._placement.dim
         owners = [str(device) for device in self._devices]
-        arguments = ([*self._shards], dim, tuple(self.shape), owners, self.requires_grad, self._attributes())
+        arguments = ([*self._shards], dim, tuple(self.shape), owners, self.requires_grad, self._attributes_and_mark())
         return rebuild, arguments
 
-    def _attributes(self) -> dict[str, Any]:
-        """The attributes that users have set, and torch's mark of a parameter."""
+    def attributes(self) -> dict[str, Any]:
+        """The Python attributes that users have set."""
+        return {name: value for name, value in vars(self).items() if name not in _INTERNAL and name != "_is_param"}
+
+    def _attributes_and_mark(self) -> dict[str, Any]:
+        """What users have set, and torch's mark of a parameter."""
         return {name: value for name, value in vars(self).items() if name not in _INTERNAL}
 
     def module_load(self, other: Tensor, assign: bool = False) -> Tensor:

@@ -165,7 +165,7 @@ class HashedTuple(tuple[Any, ...]):
 
 
 class ForwardReads:
-    """What the forward of a replica may read of its modules besides tensors.
+    """What the forward of a replica may read of its modules besides tensors, and of the attributes of these.
 
     Containers are looked into, and so are objects that hang on a module, but no objects that hang on other objects.
 
@@ -177,8 +177,12 @@ class ForwardReads:
     def __init__(self, root: nn.Module) -> None:
         self._modules: list[tuple[str, Hashable]] = []
         self._attributes: list[tuple[str, Any]] = []
+        self._tensors: list[tuple[str, Tensor]] = []
         for name, module in root.named_modules():
             path = name or "the module"
+            for registry in ("_parameters", "_buffers"):
+                held = dict.items(vars(module)[registry])
+                self._tensors += [(f"{path}.{key}", tensor) for key, tensor in held if tensor is not None]
             call = compiled_call(module)
             self._modules.append((path, (type(module), ByIdentity(None if call is None else call.functions))))
             read = [(key, value) for key, value in vars(module).items() if key not in _NOT_READ]
@@ -188,6 +192,8 @@ class ForwardReads:
 
     def _look(self) -> None:
         inside, found, done = list[tuple[Any, list[tuple[str, Any]]]](), [*self._modules], set[int]()
+        on_tensors = self._attributes_of_tensors()
+        found += [(path, _plain(value) if _is_plain(value) else ByIdentity(value)) for path, value in on_tensors]
         waiting = [(path, value, False) for path, value in self._attributes]
         for path, value, is_on_object in waiting:
             found.append((path, _of_value(path, value)))
@@ -197,7 +203,13 @@ class ForwardReads:
                 done.add(id(value))
                 inside.append((value, items := _items_of(value)))
                 waiting += [(path + key, each, is_on_object or is_object) for key, each in items]
-        self._inside, self._values = inside, HashedTuple(found)  # not before all has been looked at
+        # Not before all has been looked at.
+        self._on_tensors, self._inside, self._values = on_tensors, inside, HashedTuple(found)
+
+    def _attributes_of_tensors(self) -> list[tuple[str, Any]]:
+        return [
+            (f"{path}.{name}", value) for path, tensor in self._tensors for name, value in attributes_of(tensor).items()
+        ]
 
     def now(self) -> HashedTuple:
         """What a graph depends on. It is made anew for what can change in place.
@@ -205,13 +217,20 @@ class ForwardReads:
         Raises:
             CannotBeCaptured: see the class.
         """
-        if any(_differ(before, _items_of(value)) for value, before in self._inside):
+        has_changed = _differ(self._on_tensors, self._attributes_of_tensors())
+        if has_changed or any(_differ(before, _items_of(value)) for value, before in self._inside):
             self._look()
         return self._values
 
     def reached(self) -> list[list[ByIdentity]]:
         """What is in global lists, dicts and sets, and in enclosed ones, for a comparison."""
         return [[ByIdentity(each) for each in ([*x, *x.values()] if isinstance(x, dict) else x)] for x in self._reached]
+
+
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """The Python attributes that users have set on a tensor. A class that has others too has a method for these."""
+    method = getattr(type(tensor), "attributes", None)
+    return vars(tensor) if method is None else method(tensor)
 
 
 def _differ(before: list[tuple[str, Any]], items: list[tuple[str, Any]]) -> bool:

@@ -157,7 +157,8 @@ class CapturedPieces:
             # Compiled code looks at the types of what it has traced.
             own["_parameters"] = {} if id(module) in traced else _Lookups(number, self)
             self._registries.append((own["_parameters"], registry))
-            own["_buffers"] = {name: value if value is None else value.data for name, value in own["_buffers"].items()}
+            buffers = own["_buffers"].items()
+            own["_buffers"] = {name: value if value is None else _data_of(value) for name, value in buffers}
             own["_modules"] = {name: copies.get(id(child), child) for name, child in own["_modules"].items()}
             own.pop(CALL, None)
             if UNIT_MODULE in own:
@@ -175,7 +176,7 @@ class CapturedPieces:
             for name, value in dict.items(registry):
                 if value is not None and value.requires_grad:
                     if id(value) not in leaves:
-                        leaf = leaves[id(value)] = value.data.requires_grad_()  # with versions of its own
+                        leaf = leaves[id(value)] = _data_of(value).requires_grad_()  # with versions of its own
                         leaf.__class__ = type(value)  # compiled code expects it
                         self.parameter_of[id(leaf)] = value, leaf
                     value = leaves[id(value)]
@@ -240,6 +241,13 @@ class CapturedPieces:
                 found.append(piece((edge, tensor.detach()), above))
                 begins = [edge]
         return [*found, piece(None, _reached(begins)[0])]
+
+
+def _data_of(tensor: Tensor) -> Tensor:
+    """The tensor without its graph, with the Python attributes that it has."""
+    data = tensor.data
+    vars(data).update(vars(tensor))
+    return data
 
 
 class _PartCall:

@@ -135,6 +135,10 @@ class Unit(ShardedUnit):
             gathered = [(owned.layout, owned.dtype) for owned in self.owned]
             self._made_tables = PeerTables(self.slots, self.precision, gathered, self.groups)
         self.tables = self._made_tables if is_served else None
+        self._make_slot_units()
+        self._give_attributes()
+
+    def _make_slot_units(self) -> None:
         with self._making:
             if self.slot_units:
                 return
@@ -149,6 +153,16 @@ class Unit(ShardedUnit):
                     receivers.append(Receiver(self, slot_unit, slot_units[0].parameters))
                     make_outputs(trainable, device, receivers[-1].receive)
             self.slot_units, self._receivers = slot_units, receivers
+
+    def _give_attributes(self) -> None:
+        """Gives full parameters the Python attributes that users have set on the sharded ones."""
+        for position, parameter in enumerate(self.parameters):
+            given = parameter.attributes()
+            for slot_unit in self.slot_units:
+                own = vars(slot_unit.parameters[position])
+                for name in own.keys() - given.keys():
+                    del own[name]
+                own.update(given)
 
     def _refuse_to_lose_gradients(self) -> None:
         """Raises if gradients wait on the slots: they have the layout of the former parameters."""

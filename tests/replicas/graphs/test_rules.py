@@ -99,6 +99,24 @@ class TestOutputs:
         assert captured(compare(form, slots[:1], root, lambda: Head(run), steps))
 
 
+class TestTensors:
+    def test_have_the_attributes_that_users_set(self, form: Form, slots: list, root: torch.device) -> None:
+        def steps(network: Any, module: Any) -> Any:
+            found = []
+            for scale in [1.0] * STEPS + [5.0] * STEPS:
+                module.zero_grad()
+                module.lin.weight.scale = scale
+                output = network(inputs(root))
+                output.square().mean().backward()
+                found.append(output.detach())
+            return found
+
+        def run(self: Any, x: Tensor) -> Tensor:
+            return self.lin(x) * self.lin.weight.scale
+
+        assert captured(compare(form, slots, root, lambda: Head(run), steps))
+
+
 class TestArguments:
     def test_a_list_that_the_forward_changes_is_not_captured(self, form: Form, slots: list, root: torch.device) -> None:
         def run(self: Head, x: Tensor, notes: dict[str, Any]) -> Tensor:
