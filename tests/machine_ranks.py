@@ -73,17 +73,31 @@ def all_machines() -> Machines:
     return Machines.of(distributed.group.WORLD)
 
 
-def summed(lane: Lane, tensor: torch.Tensor, what: str = "a sum", epoch: int | None = None) -> Result:
+def summed(lane: Lane, tensor: torch.Tensor, what: str = "a sum") -> Result:
     """Adds the sum over ranks of a tensor to the lane."""
-    machines = lane.machines
-    staged, at = [stage(machines, tensor)], machines.epoch if epoch is None else epoch
-    return lane.add_sums("backward", [what], staged, tensor.device, text=what, epoch=at)[0]
+    return lane.launch("backward", [what], [stage(lane.machines, tensor).sum], what)[0]
 
 
 def word(machines: Machines, value: Any = None) -> list[Any]:
     """What all ranks say, outside of steps."""
-    found: list[Any] = machines.words.gather("a word of each rank", "", value, epoch=machines.epoch).wait()
+    found: list[Any] = machines.words.gather("a word of each rank", "", value).wait()
     return found
+
+
+def new_machines() -> Machines:
+    """Those of a new group of all ranks, which no failure has ended."""
+    return Machines.of(distributed.new_group())
+
+
+def assert_over(machines: Machines, words: str) -> None:
+    """Whatever is sent next raises the error that has ended the group, at once, on this rank too."""
+    for lane in (machines.words, Lane(machines, "later")):
+        for item in (lane.gather("a word", "", None), summed(lane, torch.ones(1)), lane.end("backward", [True])):
+            began = time.monotonic()
+            found = said(item.wait)
+            assert time.monotonic() - began < 0.5, found
+            assert words in found
+            assert found.endswith("Start all processes again, from a checkpoint"), found
 
 
 def said(function: Callable[..., Any], *args: Any) -> str:
@@ -95,16 +109,19 @@ def said(function: Callable[..., Any], *args: Any) -> str:
     return "nothing was raised"
 
 
+@dataclass
+class Hooked:
+    """What `Lane.call` waits for: the error of the future is that of the call."""
+
+    future: Future[Any]
+
+    def check(self) -> None:
+        self.future.value()
+
+
 def hooked(lane: Lane, what: str, call: Callable[[], Future[Any]]) -> Result:
-    """Adds a function to the lane that sends something itself. The error of its future is that of the call."""
-    made: list[Future[Any]] = []
-
-    def begin() -> Future[Any]:
-        made.append(call())
-        return made[0]
-
-    epoch = lane.machines.epoch
-    return lane.call("backward", what, begin, lambda: made[0].value(), epoch=epoch, text=what)
+    """Adds a function to the lane that sends something itself."""
+    return lane.call("backward", what, what, lambda: Hooked(call()))
 
 
 @dataclass

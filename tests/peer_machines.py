@@ -88,7 +88,7 @@ class Across(nn.Module):
 def spanning(module: nn.Module, devices: Sequence[torch.device], form: str = "replicate", **options: Any) -> Any:
     """The module in a form over the default group, or over ``mesh``."""
     if "mesh" not in options:
-        options["process_group"] = distributed.group.WORLD
+        options.setdefault("process_group", distributed.group.WORLD)
     return FORMS[form](module.to(devices[0]), devices=devices, **options)
 
 

@@ -348,21 +348,30 @@ def act_together(
 ) -> T:
     """Returns the result of ``act()`` after it has succeeded on all ranks and they agree on ``describe(result)``.
 
-    All ranks of the groups call this. One group compares after the other; after an error all others hear of it.
+    All ranks of the groups call this. One group compares after the other, also after an error, which all ranks hear.
     """
-    remaining, epochs = [*groups], [(group.state, group.epoch) for group in groups]
+    if not groups:
+        return act()
+    from dataparallel.machines.errors import MachinesError, describe_error
+    from dataparallel.machines.start import compare
+
+    result: Any = None
+    errors: list[BaseException] = []
+    description: Mapping[str, Any] = {}
     try:
         result = act()
-        description = describe(result) if groups else {}
-        while remaining:
-            from dataparallel.machines.start import compare
-
-            compare(remaining.pop(0), what, description)
+        description = describe(result)
     except BaseException as error:
-        for state, epoch in epochs[len(groups) - len(remaining) :]:
-            state.leave(epoch, error)
-        raise
-    return result
+        errors.append(error)
+    for group in groups:
+        try:
+            compare(group, what, {"error": describe_error(errors[0]) if errors else "none", **description})
+        except MachinesError as error:
+            errors.append(error)
+    if errors:
+        raise errors.pop(0)
+    found: T = result
+    return found
 
 
 def describe_sent_tensors(state: Any) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def _prepare(
         )
     if not slots and (process_group is not None or mesh is not None):
         slots = [CPU]
-    machines, together = _machines_of(process_group, mesh, slots)
+    machines, together = _machines_of(process_group, mesh)
     parts, given = (1, (None, None)) if machines is None else (machines.shard_size, machines.given)
     with together:
         own_options = {"bucket_cap_mb": BUCKET_CAP_MB, "units": units, "shard_placement_fn": shard_placement_fn}
@@ -228,7 +228,7 @@ def _begin(modules: list[nn.Module], state: FullyShardState) -> None:
 
 
 def _machines_of(
-    process_group: ProcessGroup | None, mesh: DeviceMesh | None, slots: Sequence[torch.device]
+    process_group: ProcessGroup | None, mesh: DeviceMesh | None
 ) -> tuple[MachineMesh | None, AbstractContextManager[None]]:
     """Returns the machines of the arguments, and a context in which an error on this rank makes all ranks raise."""
     if process_group is None and mesh is None:
@@ -236,8 +236,7 @@ def _machines_of(
     from dataparallel.machines.arguments import MachineMesh
     from dataparallel.machines.start import failing_together
 
-    machines = MachineMesh.of(process_group, mesh, slots)
-    assert machines is not None
+    machines = MachineMesh.of(process_group, mesh)
     return machines, failing_together(machines.all)
 
 

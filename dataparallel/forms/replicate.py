@@ -200,6 +200,7 @@ class ReplicateState(StateOnSlots):
         if self.machines is None:
             return
         from dataparallel.gradients.machine_sums import MachineSums
+        from dataparallel.machines.lanes import Lane
         from dataparallel.machines.peer_rounds import PeerRounds
         from dataparallel.machines.start import compare, describe, send_values
 
@@ -210,7 +211,7 @@ class ReplicateState(StateOnSlots):
         what = f"`replicate` of a {type(self._twin.module).__name__}"
         sent_from = {"device of the first slot": self.machines.names_of(self.slots[:1])[0]}
         compare(self.machines, what, describe(parameters, buffers, self.slots, sent_from | self._settings))
-        self._lane = self.machines.lane("steps")
+        self._lane = Lane(self.machines, "steps")
         self.peers = PeerRounds(self.machines)
         self.machines.make_communicators(self.slots[:1])
         send_values(self._lane, {**parameters, **buffers})

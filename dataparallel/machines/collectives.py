@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,6 +22,10 @@ from dataparallel.devices import CPU
 
 SLICE = 0.2
 """Seconds between two checks of a wait for failures and for the timeout."""
+
+launching = threading.Lock()
+"""Held by the thread that launches NCCL. NCCL forbids launches from several threads at once, on any communicators: two
+launches that wait for each other's kernels hang. The lock does not cover launches that the user makes."""
 
 Check = Callable[[], object]
 """A function that a wait calls several times a second. It raises if the wait has become useless."""
@@ -48,13 +52,13 @@ class Transfer:
 
     With NCCL the collective is ordered after a stream that is kept for collectives and has waited for ``event``. So
     compute streams do not wait before the result is taken. The result's memory belongs to the stream that takes it, and
-    the sent memory to the stream that has staged it, which waits then too. So ``record_stream`` is not needed, which
-    would hold unused memory while the host is ahead.
+    the sent memory to the stream that has staged it, which waits then too. ``record_stream`` would hold unused memory
+    while the host is ahead.
 
     Attributes:
         tensor: the tensor that was given to `stage`.
         payload: the tensor that is sent: ``tensor`` itself, or a copy of it in host memory.
-        event: comes after the copy, or after the launches that have computed ``tensor``; `None` on the CPU.
+        event: comes after the copy, or after the launches that have computed ``tensor``; ``None`` on the CPU.
         receive_buffer: the result is written here. `None` if the result replaces ``payload``.
         is_free: an event after former uses of the receive buffer, which may be on another stream than ``event``.
         stream: the stream of ``event``, to which the memory of ``tensor`` belongs.
@@ -68,6 +72,7 @@ class Transfer:
     stream: torch.Stream | None = None
     _work: Any = None
     _rows: Tensor | None = None  # what has come from each rank, if the result is their sum
+    is_part_of_sum: bool = False
 
     @property
     def is_copied(self) -> bool:
@@ -86,9 +91,18 @@ class Transfer:
 
     # ---- collectives
 
-    def all_reduce(self, link: Link) -> Transfer:
-        """The sum over ranks, in place if the tensor can be sent directly."""
-        flat, self.receive_buffer = _real(self.payload), None
+    def sum(self, link: Link) -> Transfer:
+        """The sum over ranks, in place if the tensor can be sent directly.
+
+        With gloo it is added in rank order, so equal inputs give equal bits in every run, in buckets of any size:
+        gloo's own sum of more than two begins at a rank that depends on the position in the tensor. So this begins with
+        the part of one rank, and `send_sum` comes after.
+        """
+        flat = _real(self.payload)
+        self.is_part_of_sum = link.size > 2 and flat.device == CPU
+        if self.is_part_of_sum:
+            return self.reduce_scatter(link)
+        self.receive_buffer = None
         return self._issue(lambda: link.backend(flat).allreduce([flat]))
 
     def broadcast(self, link: Link) -> Transfer:
@@ -113,7 +127,7 @@ class Transfer:
     def reduce_scatter(self, link: Link) -> Transfer:
         """This rank's slice of the sum over ranks of 1-D tensors, in as many near-equal slices.
 
-        With gloo it is added in rank order, so equal inputs give equal bits in every run, wherever in the tensor.
+        With gloo it is added in rank order.
         """
         flat = _real(self.payload)
         if flat.device != CPU:
@@ -126,8 +140,8 @@ class Transfer:
         splits = [rows.shape[1]] * link.size, [_numbers(self.payload, size) for size in sizes]
         return self._issue(lambda: link.gloo.alltoall_base(rows.view(-1), flat, *splits))
 
-    def send_sums(self, link: Link) -> Transfer:
-        """Sends the sums that `reduce_scatter` has brought to all, in place of what it was given."""
+    def send_sum(self, link: Link) -> Transfer:
+        """Sends the part of this rank, which has arrived, to all, in place of what was given."""
         self._take_on()
         flat, part = _real(self.payload), _real(self._result)
         sizes = [_numbers(self.payload, size) for size in tensor_split_sizes(self.payload.numel(), link.size)]
@@ -136,22 +150,17 @@ class Transfer:
 
     def _issue(self, begin: Callable[[], Any]) -> Transfer:
         """The payload is ready to be sent: the host waits for a copy, or the stream that NCCL waits for is current."""
-        with self._launching():
+        if self.is_copied and self.event is not None:
+            self.event.synchronize()
+        streams = {}
+        if self.stream is not None:
+            streams = {self.stream.device: kept_stream(self.stream.device, "collectives")}
+            for event in (self.event, self.is_free):
+                if event is not None:
+                    event.make_wait(streams[self.stream.device])
+        with streams_set(streams):
             self._work = begin()
         return self
-
-    def _launching(self) -> AbstractContextManager[object]:
-        if self.event is None:
-            return nullcontext()
-        if self.is_copied:
-            self.event.synchronize()
-            return nullcontext()
-        device = self.payload.device
-        stream = kept_stream(device, "collectives")
-        for event in (self.event, self.is_free):
-            if event is not None:
-                event.make_wait(stream)
-        return streams_set({device: stream})
 
     # ---- results
 
@@ -171,7 +180,15 @@ class Transfer:
                 self._work.wait()
             self._work.wait()
             return self._result
-        _wait_for(self._work, check)
+        while True:
+            try:
+                self._work.wait(timedelta(seconds=SLICE))
+                break
+            except RuntimeError:
+                if self._work.is_completed():
+                    self._work.wait()  # it has ended just now, or raises its own error
+                    break
+            check()
         self._add_up()
         return self.copy_result(self._result) if self.is_copied else self._result
 
@@ -187,8 +204,7 @@ class Transfer:
 
     def _take_on(self) -> None:
         if self.stream is not None:
-            device = self.stream.device
-            with streams_set({device: kept_stream(device, "collectives")}):
+            with streams_set({self.stream.device: kept_stream(self.stream.device, "collectives")}):
                 self._work.wait()
         else:
             self._work.wait()  # it is done, or raises its error
@@ -210,10 +226,9 @@ def stage(
 ) -> Transfer:
     """Prepares ``tensor`` for a collective of ``machines``. Nobody may write to it until the result is taken.
 
-    If the device has no NCCL, this copies the tensor to host memory, on the current stream. It allocates
-    the receive buffer for the stream that takes the result, so that its memory is free once the result is dropped.
-    ``receives``: how many elements are received, if they do not replace the tensor. ``taken_on``: the streams on which
-    the result is taken, if not the current ones. Only NCCL needs this.
+    If the device has no NCCL, this copies the tensor to host memory, on the current stream. ``receives``: how many
+    elements are received, if they do not replace the tensor. ``taken_on``: the streams on which the result is taken, if
+    not the current ones: with NCCL the receive buffer is theirs, so that its memory is free once the result is dropped.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()  # a conjugate that is not computed has no bytes of its own
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
@@ -221,16 +236,16 @@ def stage(
             f"a collective takes dense contiguous tensors; got layout {tensor.layout} and strides "
             f"{tensor.stride() if tensor.layout is torch.strided else None}: flatten it first"
         )
-    device = tensor.device
+    device, buffer, is_free = tensor.device, None, None
     if machines.is_nccl(device):
-        buffer, is_free = None, None
         if receives is not None:
             with streams_set(taken_on or {}):
                 buffer, is_free = tensor.new_empty(receives), Event(current_stream_at(device.index))
         stream = current_stream_at(device.index)
         return Transfer(tensor, tensor, Event(stream), buffer, is_free, stream)
     is_pinned = device != CPU and can_pin(device.type)
-    buffer = None if receives is None else torch.empty(receives, dtype=tensor.dtype, pin_memory=is_pinned)
+    if receives is not None:
+        buffer = torch.empty(receives, dtype=tensor.dtype, device=CPU, pin_memory=is_pinned)
     if device == CPU:
         return Transfer(tensor, tensor, None, buffer)
     host_copy = torch.empty_like(tensor, device=CPU, pin_memory=is_pinned)
@@ -250,17 +265,3 @@ def _real(tensor: Tensor) -> Tensor:
 def _numbers(tensor: Tensor, size: int) -> int:
     """How many real numbers so many elements are."""
     return size * (1 + tensor.is_complex())
-
-
-def _wait_for(work: Any, check: Check) -> None:
-    """Waits until a collective of a backend that works on the host has ended. ``check`` may raise meanwhile."""
-    timeout = timedelta(seconds=SLICE)
-    while True:
-        try:
-            work.wait(timeout)
-            return
-        except RuntimeError:
-            if work.is_completed():
-                work.wait(timeout)  # the collective has ended just now, or raises its own error
-                return
-        check()

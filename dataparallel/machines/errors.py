@@ -1,6 +1,6 @@
 """`MachinesError` and its subclasses: the errors of a group of machines. `differences` and `of_ranks` word them.
 
-Messages name the ranks, and what this rank has waited for. Any room may catch these errors.
+Messages name the ranks, and what they have waited for. Any room may catch these errors.
 """
 
 from __future__ import annotations
@@ -19,24 +19,20 @@ class MachinesError(RuntimeError):
 
 
 class PeerGone(MachinesError):
-    """A rank has ended, hangs, or did not come within the group's timeout. The group cannot be used any more."""
+    """A rank has ended, hangs, or did not come within the group's timeout. This ends the group."""
 
 
 class PeerFailed(MachinesError):
-    """A rank has failed in a step. The message contains the error of that rank."""
+    """A rank has failed in a step. The message contains the error of that rank. This ends the group."""
 
 
 class MachinesDiffer(MachinesError):
-    """Ranks are about to do different things. No result of the step is used, and the group can still be used."""
+    """Ranks are about to do different things, and no result is used. In a step this ends the group."""
 
 
 def copy_error(error: E) -> E:
     """A copy of the error for another thread to raise: threads that raise one object would mix their tracebacks."""
-    if not isinstance(error, MachinesError):
-        return error
-    other = type(error)(*error.args)
-    other.__cause__ = error.__cause__
-    return other
+    return type(error)(*error.args) if isinstance(error, MachinesError) else error
 
 
 def describe_error(error: BaseException) -> str:
@@ -78,14 +74,6 @@ def differences(texts: Sequence[str], ranks: Sequence[int]) -> list[str]:
 
 
 def of_ranks(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0 and 2``, ``ranks 0-5, 7 and 9``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    *most, last = [word for run in runs for word in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
-    if most:
-        return f"ranks {', '.join(most)} and {last}"
-    return f"rank{'s' if '-' in last else ''} {last}"
+    """``rank 3``, ``ranks 0 and 2``, ``ranks 0, 5 and 7``."""
+    *most, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

@@ -1,4 +1,4 @@
-"""`GroupState`: what the ranks of a process group know of each other's failures. `Result`: what waits for an item.
+"""`GroupState`: what the ranks of a group share, and the failure that ends it. `Result`: the future of an item.
 
 Nothing is sent over the user's group. Beside it the library connects the ranks by gloo, each lane by itself, and by one
 communicator of NCCL for each device, made at the start. `Issuer` is the thread that issues what all lanes have.
@@ -11,7 +11,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -19,19 +20,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from dataparallel.autograd.pass_of_backward import PassOfBackward
 from dataparallel.forks import in_forked_child
+from dataparallel.machines import errors
 from dataparallel.machines.collectives import SLICE, Check, Transfer
-from dataparallel.machines.errors import (
-    MachinesDiffer,
-    MachinesError,
-    PeerFailed,
-    PeerGone,
-    copy_error,
-    describe_error,
-    of_ranks,
-)
-from dataparallel.threads.pool import Outcome
+from dataparallel.machines.errors import MachinesError, PeerFailed, PeerGone, copy_error, describe_error, of_ranks
 from dataparallel.weak_members import WeakMembers
 
 AT_EXIT = 1.0
@@ -41,7 +33,7 @@ MARGIN = 3.0
 """Seconds that a wait lasts longer than the group's timeout, so that gloo's own error can come first."""
 
 ANSWER = 1.5
-"""Seconds that a rank waits for what others say when the group is lost."""
+"""Seconds that a rank waits for what others say when one is gone."""
 
 RESTART = "Start all processes again, from a checkpoint"
 
@@ -95,7 +87,7 @@ class Issuer:
         with self.changed:
             self._is_awake = self.is_closed
             lanes = [*self._lanes]
-        polls = [lane.advance() for lane in lanes]
+        polls = [next(lane.steps) for lane in lanes]  # goes on to the next pause
         with self.changed:
             for lane in lanes:
                 if not lane.items:
@@ -114,15 +106,12 @@ def _start_afresh_after_fork() -> None:
     states.clear()
 
 
-class Result:
-    """The future of one item of a lane. Messages call the item ``what``; ``number`` is its place in the epoch."""
+class Result(Future[Any]):
+    """The future of one item of a lane, which messages call ``what``. It is done when the item is issued."""
 
-    def __init__(self, state: GroupState, lane: str, places: Sequence[int], what: str, epoch: int, number: int) -> None:
-        self.state, self.lane, self.places = state, lane, places
-        self.what, self.epoch, self.number = what, epoch, number
-        self._decided = threading.Event()
-        self._error: BaseException | None = None
-        self._result: Any = None
+    def __init__(self, state: GroupState, what: str) -> None:
+        super().__init__()
+        self.state, self.what = state, what
 
     def wait(self) -> Any:
         """The tensor of a collective, ready for the calling thread's current stream, or the words of all ranks.
@@ -130,54 +119,31 @@ class Result:
         Raises a `MachinesError`, or what a collective or a communication hook has raised on this rank.
         """
         self.state.check_process()
-        check = self.state.wait_check(self)
-        while not self._decided.wait(SLICE):
+        check = self.state.wait_check(self.what)
+        while not wait([self], SLICE).done:
             check()
-        result = self.issued()
+        if (failed := self.exception()) is not None:
+            raise copy_error(failed)
+        result = self.result()
         try:
             return result.wait(check) if isinstance(result, Transfer) else result
         except MachinesError:
             raise
         except RuntimeError as error:
-            raise copy_error(self.state.error_of(self, error)) from error
-
-    def settle(self, seconds: float) -> None:
-        """Waits until the item has been issued, or has failed, for this long at most."""
-        self._decided.wait(max(0.0, seconds))
-
-    def has_arrived(self) -> bool:
-        """True if what is received can be sent on."""
-        return self._decided.is_set() and (not isinstance(self._result, Transfer) or self._result.has_arrived())
-
-    def issued(self) -> Any:
-        """The `Transfer` that has been issued, for the issuing thread to send on what it has received."""
-        if self._error is not None:
-            raise copy_error(self._error)
-        return self._result
-
-    def succeed(self, result: Any) -> None:
-        self._result = result
-        self._decided.set()
-
-    def fail(self, error: BaseException) -> None:
-        if not self._decided.is_set():
-            self._error = error
-            self._decided.set()
+            raise self.state.lose(error, self.what) from error
 
 
 class GroupState:
     """The state that all lanes of the same ranks share. Any thread may use it.
 
-    Ranks count *epochs*. A rank leaves an epoch if it fails in a step, or learns that it waits for what another rank
-    will not send. It says in the store how many items of each lane it has issued, and waiting ranks read that. What was
-    issued still arrives, so a step ends on all ranks or on none. The next epoch has new connections.
-
-    A rank that is gone is known from gloo's errors, or from the timeout. Then the group is lost for good.
+    The first failure ends the group. A rank that fails says so in the store, and ranks that wait read that. A rank that
+    is gone is known from gloo's errors, or from the timeout. Whoever waits then, or uses the group later, raises the
+    first error.
 
     Attributes:
         ranks: the global numbers of the ranks, which messages name.
         backends: for each type of device the backend that the user's group has.
-        lost: why the group cannot be used any more.
+        lost: the error that has ended the group.
         turns: numbers of lanes that rank 0 has sent; see `Lane`.
     """
 
@@ -187,26 +153,16 @@ class GroupState:
         self.ranks, self.rank, self.size = [*ranks], rank, len(ranks)
         self.backends, self.timeout = backends, timeout
         self.has_nccl = "nccl" in self.backends.values()
-        self.store = distributed.distributed_c10d.PrefixStore(f"dataparallel/{name}", store)
-        self.epoch = self.lane_count = 0
+        # A store serves one thread at a time, and one may wait in it for the other ranks: so there are clones.
+        self.store: Any = distributed.distributed_c10d.PrefixStore(f"dataparallel/{name}", store.clone())
+        self.lane_count = 0
         self.lost: MachinesError | None = None
-        self.lanes: WeakMembers[Any] = WeakMembers()
-        self.passes: WeakMembers[PassOfBackward] = WeakMembers()  # that have begun over these ranks
-        self._left: dict[int, MachinesError] = {}  # for each epoch that was left here the error
-        self._old: list[Any] = []  # connections of former epochs
-        self._losing = threading.Lock()
-        self._process = os.getpid()  # a forked child is no rank
-        self._begin_epoch()
-        states.add(self)
-
-    def _begin_epoch(self) -> None:
-        self.connections: dict[str, Outcome] = {}
+        self.connections: dict[str, Future[Any]] = {}
         self.nccl: dict[tuple[int, ...], Any] = {}  # communicators, by places of ranks
         self.turns: list[tuple[torch.Tensor, Any]] = []
-
-    def names(self, places: Iterable[int]) -> str:
-        """Ranks in words. ``places``: in the group."""
-        return of_ranks(self.ranks[place] for place in places)
+        self._ending = threading.RLock()  # the garbage collector may end a failed pass of backward anywhere
+        self._process = os.getpid()  # a forked child is no rank
+        states.add(self)
 
     def check_process(self) -> None:
         """Raises in a forked child. Call it before taking a lock: a thread of the parent may hold the lock for ever."""
@@ -218,182 +174,124 @@ class GroupState:
 
     # ---- connections
 
-    def connect(self, name: str, places: Sequence[int]) -> Any:
-        """Connects ranks by gloo, which waits for all of them. ``name`` is the same on these ranks, and new."""
+    def connection(self, name: str, places: Sequence[int]) -> Future[Any]:
+        """Connects ranks by gloo, once, in a thread of its own: that blocks until all of them have come."""
+        if name not in self.connections:
+            self.connections[name] = in_a_thread(lambda: self._connect(name, places))
+            self.connections[name].add_done_callback(issuer.wake)
+        return self.connections[name]
+
+    def _connect(self, name: str, places: Sequence[int]) -> Any:
         try:
             return distributed.ProcessGroupGloo(*self._place_in(name, places))
         except RuntimeError as error:
-            host, address, text = socket.gethostname(), "", str(error)
-            with suppress(OSError):
-                address = socket.gethostbyname(host)
-            if not os.environ.get("GLOO_SOCKET_IFNAME") and (not address or address.startswith("127.")):
-                text += (
-                    f". gloo offers the others the address of this host's name, and {host!r} is {address or 'unknown'},"
-                    " which no other host can reach: if the machines are several hosts, set the environment variable "
-                    "GLOO_SOCKET_IFNAME to the network interface that connects them, on each"
-                )
-            raise distributed.DistNetworkError(text) from error
+            raise distributed.DistNetworkError(
+                f"{error}. If the machines are several hosts: gloo offers others the address of this host's name, "
+                f"{socket.gethostname()!r}. Where that is 127.0.0.1 or the like, set GLOO_SOCKET_IFNAME to the network "
+                "interface that connects them, on each"
+            ) from error
 
     def communicators(self, places: tuple[int, ...]) -> Any:
-        """NCCL's communicators of these ranks in this epoch, one for each device."""
+        """NCCL's communicators of these ranks, one for each device."""
         if places not in self.nccl:
             make: Any = distributed.ProcessGroupNCCL
-            self.nccl[places] = make(*self._place_in(f"{self.epoch}/nccl/{places}", places))
+            self.nccl[places] = make(*self._place_in(f"nccl/{places}", places))
         return self.nccl[places]
 
     def _place_in(self, name: str, places: Sequence[int]) -> tuple[Any, int, int, timedelta]:
-        store = distributed.distributed_c10d.PrefixStore(name, self.store)
+        store = distributed.distributed_c10d.PrefixStore(name, self.store.clone())
         return store, places.index(self.rank), len(places), timedelta(seconds=self.timeout)
-
-    def is_nccl(self, device: torch.device) -> bool:
-        """True if tensors on the device go through NCCL, whose collectives run on streams."""
-        return self.backends.get(device.type) == "nccl"
-
-    def forget_old(self) -> None:
-        """Frees the connections of former epochs. Called when all ranks have issued something in the present one."""
-        if self._old:
-            self._old, old = [], self._old
-            _free(old)
-
-    def close(self) -> None:
-        """Makes waits raise, when the interpreter ends."""
-        self.lost = self.lost or MachinesError("the interpreter ends: nothing can be sent any more")
-        with issuer.changed:
-            self._drop_all(self.lost)
 
     def free(self) -> None:
         """Frees all connections, which ends their threads, if nothing is under way."""
-        _free(self._old).join(AT_EXIT)
+        wait([in_a_thread(each.clear) for each in (self.connections, self.nccl)], AT_EXIT)
 
-    def _drop_all(self, error: MachinesError) -> dict[str, int]:
-        """Drops what all lanes have. Returns how many items each had issued. Called with ``issuer.changed`` held.
+    # ---- the first failure
 
-        No connection is freed here: that waits for threads of gloo, which may want the lock.
-        """
-        self._old += [*self.connections.values(), *self.nccl.values()]
-        self._begin_epoch()
-        return {lane.name: lane.drop(error) for lane in self.lanes}
+    def refuse(self) -> None:
+        """Raises the error that has ended the group, if any."""
+        if self.lost is not None:
+            raise copy_error(self.lost)
 
-    # ---- failures
-
-    def why_not(self, epoch: int) -> MachinesError | None:
-        """Why nothing can be issued for a step that has begun in this epoch."""
-        return self.lost or (None if epoch == self.epoch else self._left[epoch])
-
-    def leave(self, epoch: int, error: BaseException, what: str = "", is_heard: bool = False) -> None:
-        """Leaves an epoch because a step that has begun in it has failed here, in ``what``, and tells the others.
-
-        ``is_heard``: the error is what another rank has said. Does nothing if the epoch is over: all know of it.
-        """
-        self.check_process()
-        text = f"{self.names([self.rank])} failed{f' in {what}' if what else ''}: {describe_error(error)}"
-        known = copy_error(error) if isinstance(error, MachinesError) else _failed([text])
-        said = None if is_heard else [str(error), True] if isinstance(error, MachinesDiffer) else [text, False]
-        with issuer.changed:
-            if self.lost is not None or epoch != self.epoch:
-                return
-            self._left[epoch], self.epoch = known, epoch + 1
-            stopped = [*self.nccl.values()]
-            counts = self._drop_all(known)  # others may still wait for what goes through its connections
-        with suppress(RuntimeError):  # the store is gone, and so is its rank
-            self.store.set(f"left/{epoch}/{self.rank}", json.dumps([counts, said]))
-            self.store.set(f"left/{epoch}", "")
-        for each in stopped:  # or streams would wait for ever
-            threading.Thread(target=each.abort, daemon=True).start()
-
-    def wait_check(self, result: Result) -> Check:
-        """Returns a function for a wait to call: it raises if the result will not come. It reads the store seldom."""
+    def wait_check(self, what: str) -> Check:
+        """Returns a function for a wait to call: it raises if the group has ended. It reads the store seldom."""
         began = last = time.monotonic()
 
         def check() -> None:
             nonlocal last
             now = time.monotonic()
-            if now - last < SLICE and self.lost is None:
-                return
-            last = now
-            error = self._error_for(result)
-            if error is None and now - began > self.timeout + MARGIN:
-                late = TimeoutError(f"nothing has come within the group's timeout of {self.timeout:g} s")
-                error = self.lose(late, result)
-            if error is not None:
-                raise copy_error(error)
+            if self.lost is None and now - last >= SLICE:
+                last = now
+                if self._is_said():
+                    self.end(PeerFailed, "another rank has failed", what)
+                elif now - began > self.timeout + MARGIN:
+                    self.lose(TimeoutError(f"nothing has come within the group's timeout of {self.timeout:g} s"), what)
+            self.refuse()
 
         return check
 
-    def error_of(self, result: Result, error: BaseException) -> MachinesError:
-        """The error for a result whose connection has failed: another rank has left the epoch and ended, or is gone."""
-        return self._error_for(result, is_broken=True) or self.lose(error, result)
-
-    def _error_for(self, result: Result, is_broken: bool = False) -> MachinesError | None:
-        if self.lost is not None:
-            return self.lost
-        epoch, left = result.epoch, {}
+    def _is_said(self) -> bool:
         try:
-            if self.store.check(["lost"]):
-                return self.lose(None, result)
-            if self.store.check([f"left/{epoch}"]):
-                left = {place: json.loads(text) for place, text in self._said(f"left/{epoch}").items()}
+            return bool(self.store.check(["failed"]))
         except RuntimeError:  # the store is gone, and so is its rank: gloo notices, or the timeout
-            return self._left.get(epoch)
-        counts = [left[place][0].get(result.lane, 0) for place in result.places if place in left]
-        if not counts or (min(counts) > result.number and not is_broken):
-            return None
-        said = [each for _, each in left.values() if each]
-        different = [text for text, is_difference in said if is_difference]
-        error = MachinesDiffer(different[0]) if different else _failed(text for text, _ in said)
-        self.leave(epoch, error, is_heard=True)
-        return self.lost or self._left[epoch]
+            return False
 
-    def lose(self, error: BaseException | None, result: Result) -> MachinesError:
-        """The group is lost: a rank is gone, or late. Returns the error of the first failure."""
-        with self._losing:
+    def fail(self, error: BaseException, what: str = "") -> None:
+        """Ends the group because this rank has failed, in ``what``."""
+        self.check_process()
+        where = f" in {what}" if what else ""
+        self.end(PeerFailed, f"{of_ranks([self.ranks[self.rank]])} failed{where}: {describe_error(error)}")
+
+    def lose(self, error: BaseException, what: str) -> MachinesError:
+        """Ends the group because a rank is gone, or late."""
+        return self.end(PeerGone, describe_error(error), what)
+
+    def end(self, kind: type[MachinesError], text: str, what: str = "nothing: it has failed") -> MachinesError:
+        """Ends the group with this error, or with that of the rank that was first. Returns it.
+
+        ``what``: what this rank waits for.
+        """
+        with self._ending:
             if self.lost is None:
-                why, waits = self._tell_lost("" if error is None else describe_error(error), result.what)
-                text = f"{self.names([self.rank])} has waited for {result.what}, and nothing comes any more: {why}. "
-                if waits:
-                    others = ", ".join(f"{self.names([place])} for {what}" for place, what in waits.items())
-                    text += f"Others wait too: {others}. "
-                if silent := {*range(self.size)} - {self.rank, *waits}:
-                    text += f"No word from {self.names(silent)}. "
-                text += "A process has ended or hangs, or the ranks do not run the same number of steps"
-                lost = PeerGone(f"{text}. {RESTART}")
-                lost.__cause__ = error
-                self.lost = lost
-        with issuer.changed:
-            self._drop_all(self.lost)
-        self.forget_old()
-        return self.lost
+                said = [kind.__name__, text]
+                with suppress(RuntimeError):  # the store is gone, and so is its rank
+                    said = json.loads(self.store.compare_set("failed", "", json.dumps(said)))
+                first, text = getattr(errors, said[0]), said[1]
+                if first is PeerGone:
+                    text = self._ask_who_waits(what, text)
+                self.lost = self.lost or first(f"{text}. {RESTART}")
+                for each in [*self.nccl.values()]:  # or streams would wait for ever
+                    in_a_thread(each.abort)
+        issuer.wake()
+        return copy_error(self.lost)
 
-    def _tell_lost(self, why: str, what: str) -> tuple[str, dict[int, str]]:
-        """Says that the group is lost. Returns why, and what each of the others waits for, if it says so in time."""
-        waits: dict[int, str] = {}
-        until = time.monotonic() + ANSWER
+    def _ask_who_waits(self, what: str, why: str) -> str:
+        """Says what this rank waits for. Returns that, why nothing comes, and what others say in time."""
+        waits, until = {self.rank: what}, time.monotonic() + ANSWER
         with suppress(RuntimeError):
-            self.store.set(f"lost/{self.rank}", what)
-            if self.store.check(["lost"]):
-                why = self.store.get("lost").decode()  # of the first rank that has noticed it
-            else:
-                self.store.set("lost", why)
+            self.store.set(f"waits/{self.rank}", what)
             while len(waits) < self.size and time.monotonic() < until:
                 time.sleep(0.05)
-                waits = self._said("lost")
-        waits.pop(self.rank, None)
-        return why, waits
-
-    def _said(self, name: str) -> dict[int, str]:
-        """What ranks have put in the store under this name."""
-        keys = {place: f"{name}/{place}" for place in range(self.size)}
-        return {place: self.store.get(key).decode() for place, key in keys.items() if self.store.check([key])}
-
-
-def _failed(texts: Iterable[str]) -> PeerFailed:
-    return PeerFailed(
-        f"{'; '.join(texts)}. What was exchanged is dropped on every rank, and the group can still be used"
-    )
+                said = [place for place in range(self.size) if self.store.check([f"waits/{place}"])]
+                waits |= {place: self.store.get(f"waits/{place}").decode() for place in said}
+        all_waits = [f"{of_ranks([self.ranks[place]])} has waited for {waits[place]}" for place in sorted(waits)]
+        silent = [rank for place, rank in enumerate(self.ranks) if place not in waits]
+        no_word = f"No word from {of_ranks(silent)}. " if silent else ""
+        return (
+            f"{'; '.join(all_waits)}, and nothing comes any more: {why}. {no_word}A process has ended or hangs, or the "
+            "ranks do not run the same number of steps"
+        )
 
 
-def _free(connections: list[Any]) -> threading.Thread:
-    """Drops connections in a thread: that waits for what is under way, until all ranks have dropped theirs."""
-    thread = threading.Thread(target=connections.clear, daemon=True)
-    thread.start()
-    return thread
+def in_a_thread(task: Callable[[], Any]) -> Future[Any]:
+    """Begins a task that may block in a thread that nobody waits for."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(task())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

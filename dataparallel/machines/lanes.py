@@ -14,44 +14,31 @@ from __future__ import annotations
 import atexit
 import pickle
 import threading
-import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, distributed
-from torch.futures import Future
 
 from dataparallel import _torch
-from dataparallel.autograd.pass_of_backward import running_pass
-from dataparallel.devices import CPU
-from dataparallel.machines.collectives import SLICE, Link, Transfer, stage
-from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed, differences
-from dataparallel.machines.group import GroupState, Result, issuer, states
-from dataparallel.threads.pool import Outcome
-
-GRACE = 2.0
-"""Seconds that a communication hook has to end here after another rank has failed."""
-
-LEAVES = 1.0
-"""Seconds that what follows waits for the engine's threads to leave a backward that has failed."""
+from dataparallel.machines.collectives import SLICE, Link, Transfer, launching, stage
+from dataparallel.machines.errors import MachinesDiffer, MachinesError, differences
+from dataparallel.machines.group import GroupState, Result, in_a_thread, issuer, states
 
 _FRAME, _LENGTH = 1024, 8  # bytes of a word's first message, and of the length at its beginning
 
-_Pauses: TypeAlias = Iterator[bool]
+_Pauses: TypeAlias = Generator[bool, None, Any]
 """A generator that yields where it has to wait: true if nobody wakes the thread then. The thread runs other lanes."""
+
+_Item: TypeAlias = tuple[list[Result], str | None, Callable[[str], Any]]
+"""The results, a text that has to be equal on all ranks, and what sends: a word compares a text of its own."""
 
 _given: dict[int, tuple[Any, Machines]] = {}
 """Users' groups by their ids, with their `Machines`. They are held until they are destroyed, on all ranks alike."""
-
-
-launching = threading.Lock()
-"""Held by the thread that launches NCCL. NCCL forbids launches from several threads at once, on any communicators: two
-launches that wait for each other's kernels hang. The lock does not cover launches that the user makes."""
 
 
 class End(NamedTuple):
@@ -64,41 +51,31 @@ class End(NamedTuple):
         said = self.said.wait()
         for key in {key for _, sent, _ in said for key in sent}:
             if len({sent[key] for _, sent, _ in said if key in sent}) > 1:
-                error = MachinesDiffer(
+                raise self.said.state.end(
+                    MachinesDiffer,
                     "the ranks have not sent the same things in one order before the end of this pass, so no gradient "
                     "is used: they have run other forwards or backwards, or other parts of the model. All ranks have "
-                    "to run the same calls on the same model"
+                    "to run the same calls on the same model",
                 )
-                self.said.state.leave(self.said.epoch, error)
-                raise error
         return [any(of_ranks) for of_ranks in zip(*(mask for mask, _, _ in said), strict=True)], said[0][2]
-
-
-class _Item(NamedTuple):
-    """``issue(results)`` sends. ``text`` has to be equal on all ranks; a word compares its own text."""
-
-    results: Sequence[Result]
-    text: str | None
-    issue: Callable[[Sequence[Result]], _Pauses]
 
 
 class Lane:
     """A sequence of items of the ranks of ``machines``. All of them make their lanes in one order.
 
     Attributes:
-        history: a checksum of the texts of all collectives in this epoch. Ranks that have added the same have the same.
+        history: a checksum of the texts of all collectives. Ranks that have added the same have the same.
     """
-
-    history: int
-    _count: int
-    _issued: int
 
     def __init__(self, machines: Machines, purpose: str) -> None:
         self.machines, self.state, self.number = machines, machines.state, machines.state.lane_count
-        self.name = f"{purpose} {self.number}"
-        self._begin_epoch()
         self.state.lane_count += 1
-        self.state.lanes.add(self)
+        self.name = f"{purpose} {self.number}"
+        self.items: deque[_Item] = deque()
+        self.history = 0
+        self.steps = self._issue_all()
+        self._before = 0  # the hash of the text of the item before
+        self._seen: set[tuple[int, int]] = set()  # pairs of items, by hashes of their texts
 
     # ---- what forms call
 
@@ -107,177 +84,102 @@ class Lane:
         kind: str,
         what: Sequence[str],
         calls: Sequence[Callable[[Link], Transfer]],
-        text: str | None = None,
-        *,
-        epoch: int,
+        text: str,
         over: Machines | None = None,
-        after: Sequence[Result] = (),
+        then: Machines | None = None,
     ) -> list[Result]:
         """Adds one collective on each of several devices. On none of them another launch comes between.
 
-        The thread calls ``calls`` in the order in which items were added. If one raises, no rank can go on in the
-        epoch. ``text`` says whatever decides sizes and dtypes. ``epoch``: that in which the step has begun here.
-        ``after``: results that have to arrive before.
+        The thread calls ``calls`` in the order in which items were added. If one raises, that ends the group. ``text``
+        says whatever decides sizes and dtypes. ``over``: those that send, if not all of the lane. ``then``: those that
+        sum what has come.
         """
-        places = (over or self.machines).places
-        return self._add(kind, what, epoch, text, partial(self._launch, calls, places, after))
+        return self._add(kind, what, text, partial(self._launch, calls, over or self.machines, then))
 
-    def add_sums(
-        self, kind: str, what: Sequence[str], staged: Sequence[Transfer | Result], device: torch.device, **options: Any
-    ) -> list[Result]:
-        """Adds sums over ``over``, of what is staged or of what earlier results have received. See `launch`.
+    def call(self, kind: str, what: str, text: str, begin: Callable[[], Any]) -> Result:
+        """Adds a communication hook, which may send anything itself. ``begin`` calls it. The result is what it returns.
 
-        With gloo they are added in rank order, so equal inputs give equal bits in every run, in buckets of any size:
-        gloo's own sum begins at a rank that depends on the position in the tensor.
+        That has a ``future`` and ``check()``. The thread waits for the future, calls ``check``, and issues nothing else
+        meanwhile. If anything raises on a rank, that ends the group, and no rank calls the next hook.
         """
-        over = options.get("over") or self.machines
-        is_one = over.size <= 2 or over.is_nccl(device)
-        issue = Transfer.all_reduce if is_one else Transfer.reduce_scatter
-        first = self.launch(kind, what, [partial(_on, issue, each) for each in staged], **options)
-        if is_one:
-            return first
-        sums = [partial(_on, Transfer.send_sums, each) for each in first]
-        return self.launch(kind, what, sums, **{**options, "text": None, "after": first})
+        return self._add(kind, [what], text, partial(self._run_hook, begin))[0]
 
-    def call(
-        self,
-        kind: str,
-        what: str,
-        begin: Callable[[], Future[Any]],
-        check: Callable[[], object],
-        *,
-        epoch: int,
-        text: str,
-    ) -> Result:
-        """Adds a communication hook: ``begin`` calls the hook, which may send anything itself, and returns its future.
-
-        The thread calls ``begin``, waits for the future, calls ``check``, and issues nothing else meanwhile. If either
-        raises on a rank, no rank calls the next hook, and all ranks leave the epoch.
-        """
-        return self._add(kind, [what], epoch, text, partial(self._run_hook, begin, check))[0]
-
-    def gather(self, kind: str, text: str, value: Any, *, epoch: int, what: str = "what the ranks say") -> Result:
+    def gather(self, kind: str, text: str, value: Any, what: str = "what the ranks say") -> Result:
         """Adds a word. The result is the list of all ranks' values, or `MachinesDiffer` if the texts differ."""
-        return self._add(kind, [what], epoch, None, partial(self._say, f"{kind}\n{text}", value))[0]
+        return self._add(kind, [what], None, partial(self._gather, f"{kind}\n{text}", value))[0]
 
-    def end(
-        self, kind: str, mask: Sequence[bool], *, epoch: int, others: Sequence[Lane] = (), extra: Any = None
-    ) -> End:
+    def end(self, kind: str, mask: Sequence[bool], others: Sequence[Lane] = (), extra: Any = None) -> End:
         """Adds the word at the end of a pass: a bit mask, and what the pass has sent."""
         sent = {f"{lane.name} of {lane.machines.ranks}": lane.history for lane in (self, *others)}
-        text, said = f"{len(mask)} gradients", (bytes(mask), sent, extra)
-        return End(self.gather(f"the end of {kind!r}", text, said, epoch=epoch, what="the end"))
+        return End(self.gather(f"the end of {kind!r}", f"{len(mask)} gradients", (bytes(mask), sent, extra), "the end"))
 
-    def _add(
-        self,
-        kind: str,
-        what: Sequence[str],
-        epoch: int,
-        text: str | None,
-        issue: Callable[[Sequence[Result]], _Pauses],
-    ) -> list[Result]:
-        state, number = self.state, self._count
-        state.check_process()
-        with issuer.changed:
-            number, error = self._count, state.why_not(epoch)
-            places = self.machines.places
-            results = [Result(state, self.name, places, f"{name} of {kind!r}", epoch, number) for name in what]
-            if error is None and results:
-                self._count += 1
+    def _add(self, kind: str, what: Sequence[str], text: str | None, issue: Callable[[str], Any]) -> list[Result]:
+        self.state.check_process()
+        results = [Result(self.state, f"{name} of {kind!r}") for name in what]
+        if results:
+            with issuer.changed:
                 if text is not None:
                     self.history = zlib.crc32(text.encode(), self.history)
-                self.items.append(_Item(results, text, issue))
+                self.items.append((results, text, issue))
                 issuer.run(self)
-        if error is not None:
-            for result in results:
-                result.fail(error)
         return results
-
-    # ---- called with ``issuer.changed`` held
-
-    def _begin_epoch(self) -> None:
-        self.items: deque[_Item] = deque()
-        self._steps: _Pauses | None = None
-        self._count = self._issued = self._before = self.history = 0
-        self._seen: set[tuple[int, int]] = set()  # pairs of items, by hashes of their texts
-
-    def drop(self, error: BaseException) -> int:
-        """Drops all items for a new epoch, and makes their waits raise. Returns how many items had been issued."""
-        items, issued = self.items, self._issued
-        self._begin_epoch()
-        for item in items:
-            for result in item.results:
-                result.fail(error)
-        return issued
 
     # ---- the issuing thread
 
-    def advance(self) -> bool:
-        """Issues items until one has to wait. Returns true if nobody wakes the thread when the lane can go on."""
-        with issuer.changed:
-            steps = self._steps = self._steps or self._issue_all(self.items)
-        polls = next(steps, None)  # goes on to the next pause
-        if polls is not None:
-            return polls
-        with issuer.changed:
-            if self._steps is steps:
-                self._steps = None
-        return False
+    def _issue_all(self) -> _Pauses:
+        while True:
+            while self.items:
+                yield from self._issue(*self.items[0])
+                self.items.popleft()
+            yield False
 
-    def _issue_all(self, items: deque[_Item]) -> _Pauses:
-        while items and items is self.items:
-            item = items[0]
-            try:
-                yield from self._compare(item)
-                yield from item.issue(item.results)
-            except GeneratorExit:
-                raise
-            except BaseException as error:
-                self._fail(item.results, error)
-                del error
-            with issuer.changed:
-                if items is self.items:
-                    items.popleft()
-                    self._issued += 1
-            del item  # while the generator waits it holds no item that was issued
-
-    def _compare(self, item: _Item) -> _Pauses:
-        """Compares the texts of ranks, if this item has not followed the one before it in this epoch."""
-        if item.text is not None:
-            pair = self._before, hash(item.text)
-            if pair not in self._seen:
-                yield from self._gather(item.results[0], item.text, None)
-                self._seen.add(pair)
-            self._before = pair[1]
+    def _issue(self, results: Sequence[Result], text: str | None, issue: Callable[[str], Any]) -> _Pauses:
+        what = results[0].what
+        try:
+            self.state.refuse()
+            if text is not None:
+                pair = self._before, hash(text)
+                if pair not in self._seen:
+                    yield from self._gather(text, None, what)
+                    self._seen.add(pair)
+                self._before = pair[1]
+            for result, value in zip(results, (yield from issue(what)), strict=True):
+                result.set_result(value)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._fail(results, error)
 
     def _launch(
-        self,
-        calls: Sequence[Callable[[Link], Transfer]],
-        over: tuple[int, ...],
-        after: Sequence[Result],
-        results: Sequence[Result],
+        self, calls: Sequence[Callable[[Link], Transfer]], over: Machines, then: Machines | None, what: str
     ) -> _Pauses:
-        state, result = self.state, results[0]
-        # gloo tells only of some collectives when they have ended.
-        yield from self._until(result, lambda: all(each.has_arrived() for each in after), polls=True)
-        gloo = yield from self._connect(result, self.name, over)
+        state, nccl = self.state, None
+        gloo = yield from self._connect(what, self.name, over.places)
         if state.has_nccl:
-            yield from self._take_turn(result)
-        link = Link(over.index(state.rank), len(over), gloo, state.communicators(over) if state.has_nccl else None)
+            yield from self._take_turn(what)
+            nccl = state.communicators(over.places)
+        link = Link(over.rank, over.size, gloo, nccl)
         # Held for all devices of the item, so that other launches on them come before it or after it on each.
         with launching if state.has_nccl else nullcontext():
-            for each, call in zip(results, calls, strict=True):
-                each.succeed(call(link))
+            issued = [call(link) for call in calls]
+        parts = [each for each in issued if each.is_part_of_sum or then is not None]
+        # gloo tells only of some collectives when they have ended.
+        yield from self._until(what, lambda: all(each.has_arrived() for each in parts), polls=True)
+        if then is not None:
+            return (yield from self._launch([each.send_on().sum for each in issued], then, None, what))
+        for each in parts:
+            each.send_sum(link)
+        return issued
 
-    def _take_turn(self, result: Result) -> _Pauses:
+    def _take_turn(self, what: str) -> _Pauses:
         """Returns when the lane may launch. The caller then does so, without another pause.
 
         NCCL hangs if ranks launch in different orders. Rank 0 launches what is ready there, and tells the others, one
         small broadcast for each launch, which lane it was. They launch the next item of that lane.
         """
-        state, turns = self.state, self.state.turns
-        gloo = yield from self._connect(result, "turns", range(state.size))
-        if state.rank == 0:
+        turns = self.state.turns
+        gloo = yield from self._connect(what, "turns", range(self.state.size))
+        if self.state.rank == 0:
             gloo.broadcast([torch.tensor([self.number])], distributed.BroadcastOptions())
             return
 
@@ -292,126 +194,78 @@ class Lane:
             future.wait()
             return int(told) == self.number
 
-        yield from self._until(result, is_of_this_lane)
+        yield from self._until(what, is_of_this_lane)
         turns.clear()
         issuer.wake()  # another lane may wait for the next turn
 
-    def _run_hook(
-        self, begin: Callable[[], Any], check_result: Callable[[], object], results: Sequence[Result]
-    ) -> _Pauses:
-        """Runs a communication hook, which sends messages over a group of the user.
-
-        If the hook fails on one rank, it may wait on others for messages that never come. If it still waits `GRACE`
-        seconds after its rank knows of that, its messages would be paired with later ones: the group is lost.
-        """
-        (result,), done = results, threading.Event()
+    def _run_hook(self, begin: Callable[[], Any], what: str) -> _Pauses:
+        """Runs a communication hook, which sends messages over a group of the user."""
         # All ranks come to this hook, so none has failed before it, or in the one before.
-        yield from self._gather(result, "a hook", None)
-        yield from self._take_turn(result)
-        future, check = begin(), self.state.wait_check(result)
-        future.add_done_callback(lambda _: done.set())
-        try:
-            while not done.wait(SLICE):
-                check()
-        except (PeerFailed, MachinesDiffer) as failed:
-            if not done.wait(GRACE):
-                text = f"what it has sent here gets no answer, because it has failed on another rank: {failed}"
-                raise self.state.lose(RuntimeError(text), result) from failed
-            raise
-        check_result()
-        result.succeed(None)
+        yield from self._gather("a hook", None, what)
+        yield from self._take_turn(what)
+        called, check, done = begin(), self.state.wait_check(what), threading.Event()
+        called.future.add_done_callback(lambda _: done.set())
+        while not done.wait(SLICE):
+            check()
+        called.check()
+        return [called]
 
-    def _say(self, text: str, value: Any, results: Sequence[Result]) -> _Pauses:
-        results[0].succeed((yield from self._gather(results[0], text, value)))
-
-    def _gather(self, result: Result, text: str, value: Any) -> Any:
+    def _gather(self, text: str, value: Any, what: str) -> _Pauses:
         """Gathers a word. A second message is sent if one of them is long."""
-        gloo = yield from self._connect(result, f"words of {self.name}", self.machines.places)
+        gloo = yield from self._connect(what, f"words of {self.name}", self.machines.places)
         pickled = pickle.dumps((text, value))
         data = len(pickled).to_bytes(_LENGTH, "little") + pickled
-        rows = yield from self._gather_bytes(result, gloo, data[:_FRAME], _FRAME)
+        rows = yield from self._gather_bytes(what, gloo, data[:_FRAME], _FRAME)
         lengths = [_LENGTH + int.from_bytes(row[:_LENGTH], "little") for row in rows]
         if max(lengths) > _FRAME:
-            rests = yield from self._gather_bytes(result, gloo, data[_FRAME:], max(lengths) - _FRAME)
+            rests = yield from self._gather_bytes(what, gloo, data[_FRAME:], max(lengths) - _FRAME)
             rows = [row + rest for row, rest in zip(rows, rests, strict=True)]
         said = [pickle.loads(row[_LENGTH:length]) for row, length in zip(rows, lengths, strict=True)]
-        if self.machines.size == self.state.size:  # all ranks are in this epoch
-            self.state.forget_old()
-        if len({text for text, _ in said}) > 1:
-            raise MachinesDiffer(self._differences([text for text, _ in said]))
-        return [value for _, value in said]
+        texts = [text for text, _ in said]
+        if len({*texts}) > 1:
+            kind, parts = texts[0].partition("\n")[0], "; ".join(differences(texts, self.machines.ranks))
+            raise MachinesDiffer(
+                f"the ranks differ in what they do next ({kind!r}), so nothing of it is used: "
+                f"{parts}. All ranks have to run the same calls on the same model"
+            )
+        return [[value for _, value in said]]
 
-    def _gather_bytes(self, result: Result, gloo: Any, data: bytes, size: int) -> Any:
+    def _gather_bytes(self, what: str, gloo: Any, data: bytes, size: int) -> _Pauses:
         own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.machines.size)]
         work = gloo.allgather([rows], [own])
         future = work.get_future()  # it is done before the work says that it is completed
         future.add_done_callback(issuer.wake)
-        yield from self._until(result, future.done)
+        yield from self._until(what, future.done)
         work.wait()  # raises its error
         return [row.numpy().tobytes() for row in rows]
 
-    def _differences(self, texts: Sequence[str]) -> str:
-        """The message of `MachinesDiffer`. The first line of a text is its kind."""
-        kind, parts = texts[0].partition("\n")[0], differences(texts, self.machines.ranks)
-        return (
-            f"the ranks differ in what they do next ({kind!r}), so nothing of it is used: {'; '.join(parts)}. All "
-            "ranks have to run the same calls on the same model"
-        )
+    def _connect(self, what: str, purpose: str, places: Sequence[int]) -> _Pauses:
+        connection = self.state.connection(f"{purpose}/{tuple(places)}", places)
+        yield from self._until(what, connection.done)
+        return connection.result()
 
-    def _connect(self, result: Result, purpose: str, places: Sequence[int]) -> Any:
-        """Connects ranks by gloo, once in an epoch, in a thread of its own: that blocks until all of them have come."""
-        state, name = self.state, f"{result.epoch}/{purpose}/{tuple(places)}"
-        outcome = state.connections.get(name)
-        if outcome is None:
-            outcome = state.connections[name] = Outcome()
-
-            def connect(outcome: Outcome = outcome) -> None:
-                outcome.fill(partial(state.connect, name, places))
-                issuer.wake()
-
-            threading.Thread(target=connect, daemon=True).start()
-        yield from self._until(result, lambda: (outcome.value or outcome.error) is not None)
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.value
-
-    def _until(self, result: Result, is_over: Callable[[], bool], polls: bool = False) -> _Pauses:
-        check = self.state.wait_check(result)
+    def _until(self, what: str, is_over: Callable[[], bool], polls: bool = False) -> _Pauses:
+        check = self.state.wait_check(what)
         while not is_over():
             check()
             yield polls
 
     def _fail(self, results: Sequence[Result], error: BaseException) -> None:
-        """An item cannot be issued, or a collective or a hook has raised here: the epoch is over."""
-        result = results[0]
-        if isinstance(error, MachinesError):
-            self._issued += isinstance(error, MachinesDiffer)  # what tells the others was sent
-            self.state.leave(result.epoch, error)
+        """An item cannot be issued, or a collective or a hook has raised here. That ends the group.
+
+        Only a difference outside of steps is an error on all ranks, and nothing else.
+        """
+        what = results[0].what
+        if isinstance(error, MachinesDiffer) and self is not self.machines.words:
+            error = self.state.end(MachinesDiffer, str(error))
         elif is_of_network(error):
-            error = self.state.error_of(result, error)
-        else:
-            if not isinstance(error, Exception):
-                error = _as_exception(error)
-            for each in results:  # before `leave`, which fails all that is queued with an error of its own
-                each.fail(error)
-            self.state.leave(result.epoch, error, result.what)
-        for each in results:
-            each.fail(error)
-
-
-def _as_exception(error: BaseException) -> RuntimeError:
-    """An error that does not end the thread that waits, as ``SystemExit`` would."""
-    other = RuntimeError(f"{type(error).__name__}: {error}")
-    other.__cause__ = error
-    return other
-
-
-def _on(issue: Callable[[Transfer, Link], Transfer], given: Transfer | Result, link: Link) -> Transfer:
-    """Issues a collective of what is staged, or of what another one has received."""
-    if isinstance(given, Transfer):
-        return issue(given, link)
-    return issue(given.issued() if issue is Transfer.send_sums else given.issued().send_on(), link)
+            error = self.state.lose(error, what)
+        raised = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+        for each in results:  # before the others hear of it, so that this rank raises its own error
+            each.set_exception(raised)
+        if not isinstance(error, MachinesError):
+            self.state.fail(error, what)
 
 
 def is_of_network(error: BaseException) -> bool:
@@ -428,16 +282,16 @@ class Machines:
         self.ranks = [state.ranks[place] for place in places]
         self.rank, self.size = self.places.index(state.rank), len(self.places)
         self._devices: list[torch.device] = []  # those that have a communicator of NCCL
-        self._made: dict[Any, Machines] = {}
-        self.words = self.lane("words")  # what is sent outside of steps
+        self._made: dict[Any, Machines] = {self.places: self}
+        self.words = Lane(self, "words")  # what is sent outside of steps
 
     @staticmethod
     def of(group: distributed.ProcessGroup) -> Machines:
         """The machines of the group: the same object each time, until the group is destroyed."""
         with issuer.changed:
-            for key, (known, _) in [*_given.items()]:
-                if not exists(known):
-                    del _given[key]
+            gone = [_given.pop(key) for key, (known, _) in [*_given.items()] if not exists(known)]
+            if gone:  # the ends of connections wait for what is under way
+                in_a_thread(gone.clear)
             if id(group) not in _given:
                 ranks, backends = distributed.get_process_group_ranks(group), _backends(group)
                 timeout = _torch.group_timeout(group, torch.device(next(iter(backends)))).total_seconds()
@@ -446,57 +300,25 @@ class Machines:
                 _given[id(group)] = group, Machines(state, range(len(ranks)))
             return _given[id(group)][1]
 
-    @property
-    def epoch(self) -> int:
-        """A step has that in which it begins."""
-        return self.state.epoch
-
-    def begin_call(self) -> int:
-        """The epoch of what begins outside of a pass of backward: a forward, or what is sent outside of steps.
-
-        A backward that has raised tells the others when the engine's threads have left it, so this waits for it.
-        """
-        until = time.monotonic() + LEAVES
-        while not _torch.is_in_backward() and any(each.contents for each in self.state.passes):
-            if time.monotonic() > until:
-                break
-            time.sleep(0.001)
-        return self.epoch
-
-    def begin_pass(self) -> int:
-        """The epoch of a pass of backward that begins here."""
-        running = running_pass()
-        running.contents.setdefault(self.state, True)  # it has contents until it is over
-        self.state.passes.add(running)
-        return self.epoch
-
     def describe(self) -> str:
         """The number of this machine, for messages."""
         return f"machine {self.rank} of {self.size}"
 
-    # ---- lanes, and machines with other ranks: all ranks ask for them in one order
+    # ---- machines with other ranks: all ranks ask for them in one order
 
-    def lane(self, purpose: str) -> Lane:
-        """Makes a lane."""
-        return Lane(self, purpose)
-
-    def product(self, ranks: Sequence[int]) -> Machines:
-        """All ``ranks`` of a mesh of which ``self`` is a row; the same object each time."""
-        key = ("product", *ranks)
-        if key not in self._made:
-            world: Any = distributed.group.WORLD
-            with issuer.changed:
-                number = _products[key] = _products.get(key, 0) + 1
-            name, place = f"product {number} {ranks}", ranks.index(distributed.get_rank())
-            state = GroupState(name, ranks, place, self.state.backends, self.state.timeout, world.get_group_store())
-            self._made[key] = Machines(state, range(len(ranks)))
-        return self._made[key]
+    @staticmethod
+    def product(ranks: Sequence[int], row: GroupState) -> Machines:
+        """All ``ranks`` of a mesh of which ``row`` is a row; the same object each time."""
+        world: Any = distributed.group.WORLD
+        made, key = Machines.of(world)._made, ("product", *ranks)
+        if key not in made:
+            place, settings = ranks.index(distributed.get_rank()), (row.backends, row.timeout, world.get_group_store())
+            made[key] = Machines(GroupState(f"product {ranks}", ranks, place, *settings), range(len(ranks)))
+        return made[key]
 
     def part(self, ranks: Sequence[int]) -> Machines:
         """Some of the ranks, among them this one; the same object each time."""
         places = tuple(self.state.ranks.index(rank) for rank in ranks)
-        if places == self.places:
-            return self
         if places not in self._made:
             self._made[places] = Machines(self.state, places)
         return self._made[places]
@@ -504,15 +326,11 @@ class Machines:
     # ---- devices
 
     def is_nccl(self, device: torch.device) -> bool:
-        """True if tensors on the device go through NCCL, whose collectives run on streams."""
-        return self.state.is_nccl(device)
-
-    def can_send(self, device: torch.device) -> bool:
-        """True if tensors on the device are sent directly. Otherwise they go through host memory.
+        """True if tensors on the device go through NCCL, whose collectives run on streams; others through host memory.
 
         gloo could take tensors of accelerators too, but no event of ours orders its copies.
         """
-        return device == CPU or self.is_nccl(device)
+        return self.state.backends.get(device.type) == "nccl"
 
     def make_communicators(self, devices: Iterable[torch.device]) -> None:
         """Makes NCCL's communicators for these devices now. Otherwise the first collective on a device would block.
@@ -522,8 +340,8 @@ class Machines:
         new = [each for each in dict.fromkeys(devices) if self.is_nccl(each) and each not in self._devices]
         self._devices += new
         what = [f"the communicator of {device}" for device in new]
-        calls = [stage(self, torch.zeros(1, device=device)).all_reduce for device in new]
-        for result in self.words.launch("communicators", what, calls, "communicators", epoch=self.epoch):
+        calls = [stage(self, torch.zeros(1, device=device)).sum for device in new]
+        for result in self.words.launch("communicators", what, calls, "communicators"):
             result.wait().item()
 
     def names_of(self, devices: Sequence[torch.device]) -> list[str]:
@@ -543,12 +361,8 @@ class Machines:
         staged = stage(self, flat, self.size * flat.numel())  # here, where the current stream has computed it
         kind, calls = "an operator on sharded tensors", [staged.all_gather]
         text = f"{kind}\nall_gather: {flat.numel()} x {flat.dtype} on {flat.device.type}"
-        gathered: Tensor = self.words.launch(kind, ["all_gather"], calls, text, epoch=self.begin_call())[0].wait()
+        gathered: Tensor = self.words.launch(kind, ["all_gather"], calls, text)[0].wait()
         return gathered.view(self.size, *tensor.shape)
-
-
-_products: dict[Any, int] = {}
-"""How many products of the same ranks were made."""
 
 
 def exists(group: Any) -> bool:
@@ -568,8 +382,8 @@ def _backends(group: distributed.ProcessGroup) -> dict[str, str]:
 
 @atexit.register
 def _close_at_exit() -> None:
-    for state in states:
-        state.close()
+    for state in states:  # waits raise
+        state.lost = state.lost or MachinesError("the interpreter ends: nothing can be sent any more")
     issuer.close()
     for state in states:
         state.free()

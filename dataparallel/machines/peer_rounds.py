@@ -16,10 +16,10 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.autograd.node import Node
-from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass
+from dataparallel.autograd.pass_of_backward import error_of_failed_pass, running_pass
 from dataparallel.batches.structures import tensors_in
 from dataparallel.machines.collectives import stage
-from dataparallel.machines.lanes import Machines
+from dataparallel.machines.lanes import Lane, Machines
 
 _FORWARD, _BACKWARD = "a collective across machines", "the backward of a collective across machines"
 Sizes: TypeAlias = Sequence[Sequence[int]]
@@ -28,14 +28,13 @@ Sizes: TypeAlias = Sequence[Sequence[int]]
 class PeerRounds:
     """The collectives of one form, and a word at the end of a forward or backward with any, so that all fail together.
 
-    A machine that fails tells the others if they wait for it. If it fails before its first collective, it has to guess
-    whether they begin one. It expects of a forward what the last forward in the same mode did. For a backward the graph
-    says it.
+    A machine that fails before its first collective has to guess whether others begin one. It expects of a forward what
+    the last forward in the same mode did. For a backward the graph says it.
     """
 
     def __init__(self, machines: Machines) -> None:
         self.machines = machines
-        self._lane = machines.lane("peers")
+        self._lane = Lane(machines, "peers")
         self._has_collectives: dict[Hashable, bool] = {}  # for each mode, whether the last call had any
 
     @contextmanager
@@ -44,54 +43,42 @@ class PeerRounds:
 
         ``others_wait``: true if other machines would wait without collectives too for a call that has failed here.
         """
-        call, is_expected = PeerCall(self, self.machines.begin_call()), self._has_collectives.get(mode, False)
+        call, is_expected = PeerCall(self), self._has_collectives.get(mode, False)
         try:
             yield call
             self._has_collectives[mode] = call.has_begun
             if call.has_begun or is_expected:
-                self.all_gather_object("the end of a forward with collectives across machines", "", None, call.epoch)
+                self.gather("the end of a forward with collectives across machines", "", None)
         except BaseException as error:
             if call.has_begun or is_expected or others_wait():
-                self.machines.state.leave(call.epoch, error)
+                self.machines.state.fail(error)
             raise
         finally:
             call.token = None  # the token holds the graph
 
-    def all_gather_object(self, kind: str, text: str, value: Any, epoch: int) -> list[Any]:
+    def gather(self, kind: str, text: str, value: Any) -> list[Any]:
         """Gathers an object that can be pickled from each machine, in rank order. ``text`` is equal on all machines."""
-        found: list[Any] = self._lane.gather(kind, text, value, epoch=epoch).wait()
+        found: list[Any] = self._lane.gather(kind, text, value).wait()
         return found
 
-    def exchange(
-        self, kind: str, text: str, flats: Sequence[Tensor], sends: Sizes, receives: Sizes, epoch: int
-    ) -> list[Tensor]:
-        """Exchanges 1-D tensors, each with the pieces for all machines in rank order, of sizes in elements.
-
-        The results are ready for the current stream.
-        """
+    def exchange(self, kind: str, text: str, flats: Sequence[Tensor], sends: Sizes, receives: Sizes) -> list[Tensor]:
+        """Exchanges 1-D tensors, each with the pieces for all machines in rank order, of sizes in elements."""
         sized = zip(flats, sends, receives, strict=True)
         calls = [partial(stage(self.machines, flat, sum(to)).all_to_all, send, to) for flat, send, to in sized]
-        names = ["the values"] * len(calls)
-        results = self._lane.launch(kind, names, calls, f"the values of {kind}\n{text}", epoch=epoch)
+        results = self._lane.launch(kind, ["the values"] * len(calls), calls, f"the values of {kind}\n{text}")
         return [result.wait() for result in results]
 
-    def expect_in_backward(self) -> int:
-        """Ends the running pass of backward with a word, because the pass has a collective on every machine.
+    def expect_in_backward(self) -> None:
+        """Ends the running pass of backward with a word, because the pass has a collective on every machine."""
+        running = running_pass()
+        if running.is_first(self):
+            running.on_end(self._end_backward)
 
-        Returns the epoch in which the pass has begun.
-        """
-        return running_pass().get(self, self._begin_backward)
-
-    def _begin_backward(self, running: PassOfBackward) -> int:
-        epoch = self.machines.begin_pass()
-        running.on_end(partial(self._end_backward, epoch))
-        return epoch
-
-    def _end_backward(self, epoch: int, ok: bool) -> None:
+    def _end_backward(self, ok: bool) -> None:
         if ok:
-            self.all_gather_object("the end of a backward with collectives across machines", "", None, epoch)
+            self.gather("the end of a backward with collectives across machines", "", None)
         else:
-            self.machines.state.leave(epoch, error_of_failed_pass())
+            self.machines.state.fail(error_of_failed_pass())
 
 
 class PeerCall:
@@ -105,9 +92,8 @@ class PeerCall:
         token: a tensor without elements that the last collective in the graph has returned.
     """
 
-    def __init__(self, rounds: PeerRounds, epoch: int) -> None:
-        self.rounds, self.epoch = rounds, epoch
-        self.rank, self.size = rounds.machines.rank, rounds.machines.size
+    def __init__(self, rounds: PeerRounds) -> None:
+        self.rounds, self.rank, self.size = rounds, rounds.machines.rank, rounds.machines.size
         self.counts: list[int] | None = None
         self.has_begun = False
         self.token: Tensor | None = None
@@ -117,46 +103,35 @@ class PeerCall:
     def exchange_counts(self, count: int) -> None:
         """Begins the first collective. The machines gather how many replicas each of them has."""
         self.has_begun = True
-        kind = "the first collective across machines of a forward"
-        self.counts = self.rounds.all_gather_object(kind, "", count, self.epoch)
+        self.counts = self.rounds.gather("the first collective across machines of a forward", "", count)
 
     def all_gather_object(self, text: str, value: Any) -> list[Any]:
-        return self.rounds.all_gather_object(_FORWARD, text, value, self.epoch)
+        return self.rounds.gather(_FORWARD, text, value)
 
     def exchange(
-        self, text: str, pieces: Sequence[Sequence[Tensor]], receive: Sequence[Sequence[int]], in_graph: bool
+        self, text: str, pieces: Sequence[Sequence[Tensor]], in_graph: bool, receive: Sizes | None = None
     ) -> list[list[Tensor]]:
         """Sends a piece to each machine, for all dtypes at once. Returns for each dtype the pieces in rank order.
 
-        ``pieces``: for each dtype a flat tensor for each machine, all on one device. ``receive``: how many elements
-        come from each. A machine's own piece is not sent. ``text`` and ``in_graph`` are equal on all machines: true if
-        pieces of any of them need gradients. The results are in the graph then.
+        ``pieces``: for each dtype a flat tensor for each machine, all on one device. ``text`` and ``in_graph`` are
+        equal on all machines: true if pieces of any of them need gradients. The results are in the graph then.
+        ``receive``: how many elements come from each, if not as many as go there.
         """
-        own_pieces = [of_dtype[self.rank] for of_dtype in pieces]
         if self.size == 1 or not pieces:
-            return [[own] for own in own_pieces]
+            return [[*of_dtype] for of_dtype in pieces]
+        flats = [torch.cat([*of_dtype]) for of_dtype in pieces]
+        send = [[piece.numel() for piece in of_dtype] for of_dtype in pieces]
+        receive = receive or send
         self._number += 1
-        text = f"{text} {[own.dtype for own in own_pieces]}, exchange {self._number}"  # backward compares the number
-        sent_pieces = [
-            [own[:0] if rank == self.rank else piece for rank, piece in enumerate(of_dtype)]
-            for own, of_dtype in zip(own_pieces, pieces, strict=True)
-        ]
-        flats = [torch.cat(of_dtype) for of_dtype in sent_pieces]
-        send = [[piece.numel() for piece in of_dtype] for of_dtype in sent_pieces]
-        receive = [[0 if rank == self.rank else size for rank, size in enumerate(sizes)] for sizes in receive]
-        if in_graph and any(_is_differentiable(own.dtype) for own in own_pieces):
+        text = f"{text} {[flat.dtype for flat in flats]}, exchange {self._number}"  # backward compares the number
+        if in_graph and any(_is_differentiable(flat) for flat in flats):
             token = torch.empty(0, device=flats[0].device) if self.token is None else self.token
             before = token if token.requires_grad else token.requires_grad_()
-            rounds, epoch = self.rounds, self.epoch
-            self.token, *outputs = _Exchange.apply(rounds, epoch, text, send, receive, before, *flats, *own_pieces)
-            received, own_pieces = outputs[: len(flats)], outputs[len(flats) :]
+            self.token, *received = _Exchange.apply(self.rounds, text, send, receive, before, *flats)
             self._first_node = self._first_node or self.token.grad_fn
         else:
-            received = self.rounds.exchange(_FORWARD, text, flats, send, receive, self.epoch)
-        results = [[*flat.split(sizes)] for flat, sizes in zip(received, receive, strict=True)]
-        for of_dtype, own in zip(results, own_pieces, strict=True):
-            of_dtype[self.rank] = own
-        return results
+            received = self.rounds.exchange(_FORWARD, text, flats, send, receive)
+        return [[*flat.split([*sizes])] for flat, sizes in zip(received, receive, strict=True)]
 
     def expect_backward_of(self, output: Any) -> None:
         """Adds hooks to ``output`` that tell `PeerRounds` if a backward from there will run this call's collectives."""
@@ -176,48 +151,36 @@ class PeerCall:
 
 
 class _Exchange(Node):
-    """``token, *received, *own = _Exchange.apply(rounds, epoch, text, sends, receives, token, *flats, *own_pieces)``.
+    """``token, *received = _Exchange.apply(rounds, text, sends, receives, token, *flats)``.
 
-    ``flats``, ``sends`` and ``receives`` are those of `PeerRounds.exchange`. ``own_pieces``, which this machine keeps,
-    pass through the node, so that a backward through any result runs this node, on every machine.
+    ``flats``, ``sends`` and ``receives`` are those of `PeerRounds.exchange`. A machine sends to itself too, so that a
+    backward through any result runs this node, on every machine.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rounds: PeerRounds,
-        epoch: int,
-        text: str,
-        sends: Sizes,
-        receives: Sizes,
-        token: Tensor,
-        *tensors: Tensor,
+        ctx: Any, rounds: PeerRounds, text: str, sends: Sizes, receives: Sizes, token: Tensor, *flats: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.rounds, ctx.text, ctx.sends, ctx.receives = rounds, text, sends, receives
-        flats, own_pieces = tensors[: len(sends)], tensors[len(sends) :]
-        kind = _BACKWARD if _torch.is_in_backward() else _FORWARD
-        received = rounds.exchange(kind, text, flats, sends, receives, epoch)
-        outputs = [*received, *(own.clone() for own in own_pieces)]
-        ctx.mark_non_differentiable(*(output for output in outputs if not _is_differentiable(output.dtype)))
-        ctx.differentiable = [i for i, flat in enumerate(flats) if _is_differentiable(flat.dtype)]
-        return (token.new_empty(0), *outputs)
+        received = rounds.exchange(_BACKWARD if _torch.is_in_backward() else _FORWARD, text, flats, sends, receives)
+        ctx.mark_non_differentiable(*(output for output in received if not _is_differentiable(output)))
+        ctx.differentiable = [i for i, flat in enumerate(flats) if _is_differentiable(flat)]
+        return (token.new_empty(0), *received)
 
     @staticmethod
     def backward(ctx: Any, token: Tensor, *grads: Tensor) -> tuple[Any, ...]:
         """Sends the gradients the other way. All of them are on one device, so the engine knows their stream."""
-        rounds, text, indices, count = ctx.rounds, f"of {ctx.text}", ctx.differentiable, len(ctx.sends)
+        rounds, text, indices = ctx.rounds, f"of {ctx.text}", ctx.differentiable
         sends, receives = [ctx.receives[i] for i in indices], [ctx.sends[i] for i in indices]
-        epoch = rounds.expect_in_backward()
-        returned: list[Any] = [None] * 2 * count
-        sent, own_grads = [grads[i].contiguous() for i in indices], [grads[count + i] for i in indices]
+        rounds.expect_in_backward()
+        sent = [grads[i].contiguous() for i in indices]
         if torch.is_grad_enabled():
-            token, *found = _Exchange.apply(rounds, epoch, text, sends, receives, token, *sent, *own_grads)
+            token, *found = _Exchange.apply(rounds, text, sends, receives, token, *sent)
         else:
-            found = [*rounds.exchange(_BACKWARD, text, sent, sends, receives, epoch), *own_grads]
-        for position, i in enumerate(indices):
-            returned[i], returned[count + i] = found[position], found[len(indices) + position]
-        return (None, None, None, None, None, token, *returned)
+            found = rounds.exchange(_BACKWARD, text, sent, sends, receives)
+        by_index = dict(zip(indices, found, strict=True))
+        return (None, None, None, None, token, *(by_index.get(i) for i in range(len(grads))))
 
 
-def _is_differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -35,41 +35,38 @@ def describe(
     Parameters (a tied one under one name) and buffers have to agree in names and their order, shapes, dtypes, types of
     device, strides and ``requires_grad``. The number of slots and their type have to agree, not which devices they are.
     """
-    described: dict[str, Any] = {
-        "slots": {"number": len(slots), "type": ", ".join(sorted({slot.type for slot in slots}))}
-    }
-    described |= settings
+    types = ", ".join(sorted({slot.type for slot in slots}))
+    described: dict[str, Any] = {"slots": {"number": len(slots), "type": types}, **settings}
     for kind, named in (("parameter", parameters), ("buffer", buffers)):
         described |= {f"{kind} {name}": _properties(tensor) for name, tensor in named.items()}
     return described
 
 
 def _properties(tensor: Tensor) -> dict[str, Any]:
-    properties = {"dtype": tensor.dtype, "device": tensor.device.type, "requires_grad": tensor.requires_grad}
-    if is_lazy(tensor):
-        return {"shape": "not initialised", **properties}
-    if not has_strides(tensor):
-        return {"shape": "nested" if tensor.is_nested else tuple(tensor.shape), "layout": tensor.layout, **properties}
-    layout = layout_of(tensor)
-    # Flat gradients have the order of the memory, so ranks have to agree on strides.
-    strides = "row-major" if layout.row_major else layout.core_stride
-    return {"shape": layout.shape, **properties, "strides": strides}
+    shape: Any = "not initialised"
+    if not is_lazy(tensor):
+        shape = "nested" if tensor.is_nested else tuple(tensor.shape)
+    properties = {"shape": shape, "dtype": tensor.dtype, "device": tensor.device.type}
+    properties |= {"requires_grad": tensor.requires_grad, "layout": tensor.layout}
+    if not is_lazy(tensor) and has_strides(tensor):  # flat gradients have the order of the memory
+        layout = layout_of(tensor)
+        properties["strides"] = "row-major" if layout.row_major else layout.core_stride
+    return properties
 
 
 @contextmanager
 def failing_together(machines: Machines) -> Iterator[None]:
     """If the block raises on this rank, the other ranks raise where they wait for this rank."""
-    epoch = machines.epoch
     try:
         yield
     except BaseException as error:
-        machines.state.leave(epoch, error)
+        machines.state.fail(error)
         raise
 
 
 def compare(machines: Machines, what: str, description: Mapping[str, Any]) -> None:
     """Checks that all ranks give the same description of what is about to begin: see `errors.as_text`."""
-    machines.words.gather(f"the start of {what}", as_text(description), None, epoch=machines.begin_call()).wait()
+    machines.words.gather(f"the start of {what}", as_text(description), None).wait()
 
 
 def send_values(lane: Lane, named: Mapping[str, Tensor], cap_bytes: int = CAP_BYTES) -> None:
@@ -82,7 +79,7 @@ def send_values(lane: Lane, named: Mapping[str, Tensor], cap_bytes: int = CAP_BY
     If a rank fails or is gone, some tensors may have the values of rank 0 already.
     """
     machines, kind = lane.machines, "values of rank 0"
-    epoch, first = machines.epoch, {id(tensor): name for name, tensor in reversed([*named.items()])}
+    first = {id(tensor): name for name, tensor in reversed([*named.items()])}
     with failing_together(machines):
         names = [name for name, tensor in named.items() if first[id(tensor)] == name]
         tensors = [named[name] for name in names]
@@ -97,7 +94,7 @@ def send_values(lane: Lane, named: Mapping[str, Tensor], cap_bytes: int = CAP_BY
                 is_sent = machines.rank == 0
                 flat = flatten(bucket, tensors) if is_sent else like.new_empty(bucket.numel)
                 calls, what = [stage(machines, flat).broadcast], [f"{names[group[0]]!r} and others"]
-                (result,) = lane.launch(kind, what, calls, text, epoch=epoch)
+                (result,) = lane.launch(kind, what, calls, text)
                 received, text = result.wait(), f"{kind}\nfrom {names[group[0]]}"
                 for i, piece in zip(bucket.indices, () if is_sent else unflatten(bucket, received), strict=False):
                     _copy(tensors[i], piece)
@@ -115,17 +112,13 @@ def _check_values(name: str, tensor: Tensor) -> None:
     what = f"cannot send the values of rank 0: {name!r}"
     if problem := why_not_movable(tensor):
         raise ValueError(
-            f"{what} {problem}. Give it values on every rank before, for example with to_empty() and load_state_dict()"
+            f"{what} {problem}. Give it values on every rank before, with to_empty() and load_state_dict()"
         )
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(
-            f"{what} was made under torch.inference_mode() and cannot be changed in place; make the module outside of "
-            "it, or pass a clone()"
-        )
+        raise ValueError(f"{what} was made under torch.inference_mode() and cannot be changed in place; pass a clone()")
     is_strided = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
     if not is_strided or hasattr(tensor, "__tensor_flatten__"):
-        kind = type(tensor).__name__ if is_strided else f"tensor of layout {tensor.layout}"
         raise TypeError(
-            f"{what} is a {kind}, and values travel as the bytes of plain strided tensors. Keep it out of what the "
-            "ranks share (ignored), or make it a plain tensor"
+            f"{what} is a {type(tensor).__name__} of layout {tensor.layout}, and values travel as the bytes of plain "
+            "strided tensors. Keep it out of what the ranks share (ignored), or make it a plain tensor"
         )

@@ -25,14 +25,13 @@ def summed(peer_call: Any, text: str, tensors: Sequence[Tensor]) -> list[Tensor]
     flats, size = _flatten(tensors), peer_call.size
     if size <= 2 or sum(flat.numel() * flat.element_size() for flat in flats) <= _SMALL:
         # All copies of a flat tensor pass one node, so that its gradients are added in rank order.
-        received = peer_call.exchange(text, *_copies_for_all(size, flats), in_graph)
-        return _unflatten(tensors, [*map(_sum, received)])
+        return _unflatten(tensors, [*map(_sum, peer_call.exchange(text, _copies_for_all(size, flats), in_graph))])
     sizes = [tensor_split_sizes(flat.numel(), size) for flat in flats]
     split = [flat.split(each) for flat, each in zip(flats, sizes, strict=True)]
     own_sizes = [[each[peer_call.rank]] * size for each in sizes]
-    parts = [*map(_sum, peer_call.exchange(f"{text}, parts", split, own_sizes, in_graph))]
-    copies, _ = _copies_for_all(size, parts)
-    return _unflatten(tensors, [*map(torch.cat, peer_call.exchange(f"{text}, sums", copies, sizes, in_graph))])
+    parts = [*map(_sum, peer_call.exchange(f"{text}, parts", split, in_graph, own_sizes))]
+    received = peer_call.exchange(f"{text}, sums", _copies_for_all(size, parts), in_graph, sizes)
+    return _unflatten(tensors, [*map(torch.cat, received)])
 
 
 def _sum(of_machines: Sequence[Tensor]) -> Tensor:
@@ -50,8 +49,8 @@ def gathered(
     # For each dtype and machine the shape and the number of elements of each tensor.
     shapes = [[[_resized(tensors[i], dim, sizes[i]) for i in group] for _, sizes, _ in of_machines] for group in groups]
     numels = [[[shape.numel() for shape in of_machine] for of_machine in of_dtype] for of_dtype in shapes]
-    copies, _ = _copies_for_all(peer_call.size, _flatten(tensors))
-    received = peer_call.exchange(text, copies, [[*map(sum, of_dtype)] for of_dtype in numels], in_graph)
+    copies = _copies_for_all(peer_call.size, _flatten(tensors))
+    received = peer_call.exchange(text, copies, in_graph, [[*map(sum, of_dtype)] for of_dtype in numels])
     for group, of_dtype, sizes, flats in zip(groups, shapes, numels, received, strict=True):
         parts = [flat.split(of_machine) for flat, of_machine in zip(flats, sizes, strict=True)]
         for k, i in enumerate(group):
@@ -72,7 +71,7 @@ def scattered(peer_call: Any, text: str, tensors: Sequence[Tensor], rows: Sequen
     for_machines = [_flatten([of_tensor[rank] for of_tensor in chunks]) for rank in range(peer_call.size)]
     pieces = [*zip(*for_machines, strict=True)]  # for each dtype
     own_sizes = [[own.numel()] * peer_call.size for own in for_machines[peer_call.rank]]
-    received = peer_call.exchange(text, pieces, own_sizes, in_graph)
+    received = peer_call.exchange(text, pieces, in_graph, own_sizes)
     return _unflatten([of_tensor[peer_call.rank] for of_tensor in chunks], [*map(_sum, received)])
 
 
@@ -85,7 +84,7 @@ def broadcast(peer_call: Any, text: str, tensors: Sequence[Tensor], source: int)
         flat.expand(size, flat.numel()).unbind() if peer_call.rank == source else [flat[:0]] * size for flat in flats
     ]
     sizes = [[flat.numel() if rank == source else 0 for rank in range(size)] for flat in flats]
-    received = peer_call.exchange(text, pieces, sizes, in_graph)
+    received = peer_call.exchange(text, pieces, in_graph, sizes)
     return _unflatten(tensors, [of_dtype[source] for of_dtype in received])
 
 
@@ -108,9 +107,9 @@ def _unflatten(like: Sequence[Tensor], flats: Sequence[Tensor]) -> list[Tensor]:
     return results
 
 
-def _copies_for_all(size: int, flats: Sequence[Tensor]) -> tuple[list[Sequence[Tensor]], list[list[int]]]:
-    """Each flat tensor once for each of ``size`` machines, and as many elements to receive from each."""
-    return [flat.expand(size, flat.numel()).unbind() for flat in flats], [[flat.numel()] * size for flat in flats]
+def _copies_for_all(size: int, flats: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """Each flat tensor once for each of ``size`` machines."""
+    return [flat.expand(size, flat.numel()).unbind() for flat in flats]
 
 
 def _in_graph(peer_call: Any, text: str, tensors: Sequence[Tensor]) -> bool:

@@ -45,11 +45,9 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def over_machines(module: nn.Module, devices: Sequence[torch.device], **options: Any) -> Any:
-    """The module, replicated over the default group, in small buckets."""
-    group = torch.distributed.group.WORLD
-    return replicate(
-        module, devices=devices, process_group=group, bucket_cap_mb=CAP_MB, first_bucket_mb=FIRST_MB, **options
-    )
+    """The module, replicated over the default group if no other is given, in small buckets."""
+    options = {"process_group": torch.distributed.group.WORLD, **options}
+    return replicate(module, devices=devices, bucket_cap_mb=CAP_MB, first_bucket_mb=FIRST_MB, **options)
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:

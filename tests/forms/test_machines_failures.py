@@ -1,10 +1,13 @@
-"""Over machines: what fails on one machine fails on all in the same step, and changes no gradient."""
+"""Over machines: what fails on one machine fails on all in the same step, changes no gradient, and ends the group."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import re
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from dataparallel.composable import fully_shard, replicate
 from dataparallel.machines.errors import MachinesDiffer, PeerFailed
 from machine_ranks import on_machines
 from sharded_machines import EACH_SPREAD, SPREADS, over, ranks_of, slots_of, spread
-from sharded_steps import gradients, whole
+from sharded_steps import whole
 
 
 class Fault(Exception):
@@ -87,6 +90,16 @@ def step(net: Any, devices: list[Any], seed: int) -> None:
     net(batch(devices, seed)).square().sum().backward()
 
 
+def own_gradients(net: nn.Module) -> dict[str, Any]:
+    """The parts that this machine has, because nothing can be gathered after a failure."""
+    found: dict[str, Any] = {}
+    for name, parameter in net.named_parameters():
+        grad: Any = parameter.grad
+        parts = [grad] if grad is None or type(grad) is Tensor else grad.shards
+        found |= {f"{name} {i}": None if part is None else part.clone() for i, part in enumerate(parts)}
+    return found
+
+
 def raised(call: Callable[[], object]) -> BaseException | None:
     try:
         call()
@@ -102,35 +115,46 @@ def same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     )
 
 
+@dataclass
+class Failed:
+    """What a step has raised, and what the steps after it raise."""
+
+    kind: type[BaseException]
+    text: str
+    later: list[str]
+
+
 def a_step_that_fails(
     rank: int, devices: list[Any], way: str, where: str, all_fail: bool = False, waits: bool = False
-) -> Any:
-    """The errors of two bad steps. Gradients do not change in them, and in the next step they are right.
+) -> Failed:
+    """A step in which some ranks fail, soon on all of them. Gradients do not change in it. It ends the group.
 
     Args:
         waits: gradients of an earlier backward wait on the slots then.
     """
-    net, twin = made(devices, way), made(devices, way)
-    for each in (net, twin):
-        step(each, devices, 1)
-        if waits:
-            with each.no_sync():
-                step(each, devices, 5)
-    before, errors = gradients(net), []
-    for seed in (2, 3):
-        fails = all_fail or rank == distributed.get_world_size() - 1
-        Net.fails_in = where if fails else ""
-        if fails and where == "before the call":
-            error = raised(lambda: net(batch(devices, 2), "what", "nobody", "expects"))
-        else:
-            error = raised(lambda seed=seed: step(net, devices, seed))
-        Net.fails_in = ""
-        errors.append((type(error), str(error)))
-        assert same(gradients(net), before)
-    step(net, devices, 4)
-    step(twin, devices, 4)
-    assert same(gradients(net), gradients(twin))
-    return errors
+    net = made(devices, way)
+    step(net, devices, 1)
+    if waits:
+        with net.no_sync():
+            step(net, devices, 5)
+    before, began = own_gradients(net), time.monotonic()
+    fails = all_fail or rank == distributed.get_world_size() - 1
+    Net.fails_in = where if fails else ""
+    if fails and where == "before the call":
+        error = raised(lambda: net(batch(devices, 2), "what", "nobody", "expects"))
+    else:
+        error = raised(lambda: step(net, devices, 2))
+    Net.fails_in = ""
+    assert same(own_gradients(net), before)
+    later = [str(raised(lambda: step(net, devices, 3))) for _ in range(2)]
+    assert time.monotonic() - began < SOON
+    assert same(own_gradients(net), before)
+    assert error is not None
+    return Failed(type(error), str(error), later)
+
+
+SOON = 8.0
+"""Seconds; the timeout of the group is 20."""
 
 
 PLACES = ["forward 0", "forward 2", "the last of forward", "backward", "before the call"]
@@ -141,24 +165,34 @@ CASES = [
 ]
 
 
+def assert_all_say_the_same_later(of_ranks):
+    """What the first failure was, and what to do."""
+    texts = {text for each in of_ranks for text in each.later}
+    assert len(texts) == 1, texts
+    (text,) = texts
+    assert re.match(r"rank \d failed", text)
+    assert text.endswith("Start all processes again, from a checkpoint")
+    return text
+
+
 @pytest.mark.parametrize(("way", "where"), CASES)
-def test_a_step_that_fails_on_one_machine_fails_on_all_and_the_next_works(way, where):
-    *others, failed = run(a_step_that_fails, way, where)
-    for kind, text in failed:
-        if where == "before the call":
-            assert kind is TypeError
-        else:
-            assert (kind, text) == (Fault, where.split()[0].replace("the", "forward"))
-    for errors in others:
-        for kind, text in errors:
-            assert kind is PeerFailed
-            assert ("TypeError" if where == "before the call" else "Fault") in text or "has failed" in text
-            assert f"rank {len(others)}" in text
+def test_a_step_that_fails_on_one_machine_fails_on_all_and_ends_the_group(way, where):
+    *others, failed = of_ranks = run(a_step_that_fails, way, where)
+    if where == "before the call":
+        assert failed.kind is TypeError
+    else:
+        assert (failed.kind, failed.text) == (Fault, where.split()[0].replace("the", "forward"))
+    text = assert_all_say_the_same_later(of_ranks)
+    assert ("TypeError" if where == "before the call" else "Fault") in text or "has failed" in text
+    assert f"rank {len(others)} failed" in text
+    for each in others:
+        assert (each.kind, each.text) == (PeerFailed, text)
 
 
 def test_all_may_fail_at_once():
-    for errors in run(a_step_that_fails, "replicate", "backward", all_fail=True):
-        assert [kind for kind, _ in errors] == [Fault] * 2
+    of_ranks = run(a_step_that_fails, "replicate", "backward", all_fail=True)
+    assert [each.kind for each in of_ranks] == [Fault] * 2
+    assert_all_say_the_same_later(of_ranks)
 
 
 @pytest.mark.parametrize("where", ["forward 2", "backward"])
@@ -171,16 +205,18 @@ def another_order(rank: int, devices: list[Any], way: str) -> Any:
     Net.swapped = rank == 1
     error = raised(lambda: step(net, devices, 1))
     Net.swapped = False
-    clean = all(grad is None for grad in gradients(net).values())
-    step(net, devices, 2)
-    return type(error), str(error), clean
+    later = raised(lambda: step(net, devices, 2))
+    clean = all(grad is None for grad in own_gradients(net).values())
+    return type(error), str(error), str(later), clean
 
 
 def test_units_in_another_order_are_an_error_on_each_machine():
-    for kind, text, clean in on_machines(another_order, "1-D", group_timeout=20):
+    for kind, text, later, clean in on_machines(another_order, "1-D", group_timeout=20):
         assert kind is MachinesDiffer
         assert "layers.1" in text
         assert "layers.0" in text
+        assert later == text
+        assert text.endswith("Start all processes again, from a checkpoint")
         assert clean
 
 
@@ -216,14 +252,15 @@ WRONG_OPTIONS: list[tuple[Any, dict[str, Any]]] = [
 def a_wrong_option_on_rank_1(rank: int, devices: list[Any]) -> Any:
     errors = []
     for form, wrong in WRONG_OPTIONS:
-        net, where = Net().to(devices[0]), {"devices": devices, "process_group": distributed.group.WORLD}
+        net, where = Net().to(devices[0]), {"devices": devices, "process_group": distributed.new_group()}
         errors.append(raised(functools.partial(form, net, **where, **(wrong if rank == 1 else {}))))
         assert type(net) is Net
+        where["process_group"] = distributed.new_group()
         step(form(net, **where), devices, 1)
     return [(type(error), str(error)) for error in errors]
 
 
-def test_a_wrong_option_on_one_machine_is_an_error_on_each_and_then_a_right_one_works():
+def test_a_wrong_option_on_one_machine_is_an_error_on_each_and_changes_nothing():
     first, second = on_machines(a_wrong_option_on_rank_1, ranks=2, slots=1, group_timeout=20)
     for (_, option), theirs, ours in zip(WRONG_OPTIONS, first, second, strict=True):
         (name,) = option

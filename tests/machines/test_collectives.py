@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dataparallel.machines.collectives import stage
+from dataparallel.machines.lanes import Lane
 from machine_ranks import all_machines, on_machines, summed
 
 
@@ -19,13 +20,13 @@ def given(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def every_collective(rank: int, devices: list[torch.device], dtype: torch.dtype) -> None:
     machines = all_machines()
-    lane, device = machines.lane("steps"), devices[-1]
+    lane, device = Lane(machines, "steps"), devices[-1]
     x = torch.arange(4.0, device=device) + rank
     staged = [stage(machines, given(x, dtype), receives) for receives in (None, None, 8, 2)]
-    kinds = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+    kinds = ("sum", "broadcast", "all_gather", "reduce_scatter")
     calls = [getattr(each, kind) for kind, each in zip(kinds, staged, strict=True)]
-    launched = [lane.launch("backward", ["one"], [call], epoch=0)[0] for call in calls]
-    end = lane.end("backward", [rank == 0, False, rank == 1], epoch=0)
+    launched = [lane.launch("backward", ["one"], [call], "")[0] for call in calls]
+    end = lane.end("backward", [rank == 0, False, rank == 1])
     results = [each.wait() for each in launched]
     assert {result.device for result in results} == {device}
     assert {result.dtype for result in results} == {dtype}
@@ -47,7 +48,7 @@ def other_streams(rank: int, devices: list[torch.device]) -> None:
     """One stream computes, another one takes the result and uses the memory again. The host sends what is ready."""
     machines = all_machines()
     device, marks = devices[1], []
-    lane = machines.lane("steps")
+    lane = Lane(machines, "steps")
 
     def sends(call: Any, link: Any) -> Any:
         transfer = call(link)
@@ -61,8 +62,8 @@ def other_streams(rank: int, devices: list[torch.device]) -> None:
             flat = torch.ones(4, device=device) * (step + rank)
             marks.append(torch.ones(4, device=device))
             staged = [stage(machines, flat), stage(machines, flat, 8)]
-        calls = [partial(sends, staged[0].all_reduce), staged[1].all_gather]
-        launched = [lane.launch("backward", ["one"], [call], epoch=0)[0] for call in calls]
+        calls = [partial(sends, staged[0].sum), staged[1].all_gather]
+        launched = [lane.launch("backward", ["one"], [call], "")[0] for call in calls]
         total, whole = (each.wait() for each in launched)
         flat.zero_()
         assert total.tolist() == [2.0 * step + 1] * 4
@@ -86,7 +87,7 @@ def numbers_of(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def add(rank: int, devices: list[torch.device]) -> None:
-    lane = all_machines().lane("steps")
+    lane = Lane(all_machines(), "steps")
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.complex64):
         for count in (0, 1, 2, 3, 1000, 4097):
             expected = numbers_of(0, count, dtype)

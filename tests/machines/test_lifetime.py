@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dataparallel.machines.group import issuer
+from dataparallel.machines.lanes import Lane
 from machine_ranks import all_machines, on_machines, said, summed, word
 from processes import environment
 
@@ -25,16 +26,15 @@ distributed.init_process_group(
     "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=100)
 )
 from dataparallel.machines.collectives import stage
-from dataparallel.machines.lanes import Machines
+from dataparallel.machines.lanes import Lane, Machines
 machines = Machines.of(distributed.group.WORLD)
-lane = machines.lane("steps")
+lane = Lane(machines, "steps")
 if what != "word":
-    lane.end("backward", [], epoch=0).wait()
+    lane.end("backward", []).wait()
 if rank == 0:
     if what == "failure":
-        machines.state.leave(0, ValueError("no such column"))
-    flat = torch.ones(3)
-    lane.add_sums("backward", ["bucket 0"], [stage(machines, flat)], flat.device, text="", epoch=machines.epoch)
+        machines.state.fail(ValueError("no such column"))
+    lane.launch("backward", ["bucket 0"], [stage(machines, torch.ones(3)).sum], "")
     time.sleep(0.5)
     print("rank 0 ends", flush=True)
 else:
@@ -108,12 +108,12 @@ def test_no_thread_of_gloo_is_left_at_the_end_of_the_interpreter(tmp_path: Path)
 
 def forks(rank: int, devices: list[torch.device]) -> None:
     machines = all_machines()
-    lane = machines.lane("steps")
+    lane = Lane(machines, "steps")
     launched = summed(lane, torch.ones(1))
     with issuer.changed:  # as another thread may hold it at a fork
         child = os.fork()
     if child == 0:
-        calls = [launched.wait, lambda: lane.end("backward", [], epoch=0), lambda: word(machines)]
+        calls = [launched.wait, lambda: lane.end("backward", []), lambda: word(machines)]
         os._exit(sum("forked" in said(call) for call in calls))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert launched.wait().tolist() == [2]  # the parent goes on

@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from dataparallel.machines.collectives import stage
-from dataparallel.machines.lanes import Machines
+from dataparallel.machines.lanes import Lane, Machines
 
 rank, world = int(os.environ["TEST_RANK"]), int(os.environ["TEST_WORLD"])
 device = torch.device("cuda", rank)
@@ -35,12 +35,12 @@ dist.init_process_group(
 some = dist.new_group([0, 1])
 if rank < 2:
     machines = Machines.of(some)
-    lane = machines.lane('steps')
+    lane = Lane(machines, 'steps')
     for place in (device, torch.device("cuda", rank + 4), torch.device("cpu")):
         numbers = (torch.arange(4.0) + rank) * 1j
         staged = [stage(machines, numbers.to(place, copy=True), receives) for receives in (None, 2)]
-        calls = [staged[0].all_reduce, staged[1].reduce_scatter]
-        results = [lane.launch("backward", ["a sum"], [call], epoch=0)[0] for call in calls]
+        calls = [staged[0].sum, staged[1].reduce_scatter]
+        results = [lane.launch("backward", ["a sum"], [call], "a sum")[0] for call in calls]
         whole, part = (result.wait().cpu() for result in results)
         assert whole.tolist() == [1j, 3j, 5j, 7j]
         assert part.tolist() == whole.tolist()[2 * rank : 2 * rank + 2]

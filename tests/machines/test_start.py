@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dataparallel.machines.start import compare, describe, send_values
-from machine_ranks import all_machines, on_machines, said
+from machine_ranks import all_machines, new_machines, on_machines, said
 
 IN_HOST_MEMORY = pytest.mark.devices("cpu")  # once is enough
 
@@ -53,8 +53,8 @@ def test_differences_are_named_on_every_rank_and_the_next_start_works():
         "slots: number 1, type ",
         "bucket_cap_mb: 25 on ranks 0 and 1; 24 on rank 2; ",
         "parameter 0.weight: shape (8, 4), ",
-        "requires_grad True, strides row-major on ranks 0 and 2; shape (9, 4), ",
-        "requires_grad False, strides row-major on rank 2",
+        "requires_grad True, layout torch.strided, strides row-major on ranks 0 and 2; shape (9, 4), ",
+        "requires_grad False, layout torch.strided, strides row-major on rank 2",
         "not there on rank 2",
     ):
         assert part in words
@@ -106,7 +106,6 @@ def test_all_ranks_get_the_values_of_rank_0(cap_bytes):
 
 
 def refused(rank, devices):
-    machines = all_machines()
     with torch.inference_mode():
         frozen = torch.ones(2)
     good = torch.full((2,), float(rank))
@@ -117,10 +116,11 @@ def refused(rank, devices):
         "sparse": torch.eye(2).to_sparse(),
         "quantised": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
     }
-    found = {name: said(send_values, machines.words, {"good": good, name: each}) for name, each in tensors.items()}
-    lopsided = torch.empty(2, device="meta" if rank else "cpu")
-    found["meta on one rank"] = said(send_values, machines.words, {"good": good, "w": lopsided})
-    found["shapes"] = said(send_values, machines.words, {"good": good, "w": torch.empty(2 + rank)})
+    tensors["meta on one rank"] = torch.empty(2, device="meta" if rank else "cpu")
+    tensors["shapes"] = torch.empty(2 + rank)
+    found = {
+        name: said(send_values, new_machines().words, {"good": good, name: each}) for name, each in tensors.items()
+    }
     return found, good.tolist()
 
 
@@ -131,16 +131,16 @@ def test_what_cannot_be_sent():
         "meta": "ValueError: cannot send the values of rank 0: 'meta' of shape (2,) is on the meta device",
         "lazy": "ValueError: cannot send the values of rank 0: 'lazy' is an uninitialised lazy parameter",
         "inference": "ValueError: cannot send the values of rank 0: 'inference' was made under torch.inference_mode()",
-        "sparse": "TypeError: cannot send the values of rank 0: 'sparse' is a tensor of layout torch.sparse_coo",
+        "sparse": "TypeError: cannot send the values of rank 0: 'sparse' is a Tensor of layout torch.sparse_coo",
         "quantised": "TypeError: cannot send the values of rank 0: 'quantised' is a ",
     }.items():
         assert first[name].startswith(words)
         assert second[name].startswith(words)
     assert first["shapes"] == second["shapes"]
-    assert "w: shape (2,), dtype torch.float32" in first["shapes"]
+    assert "shapes: shape (2,), dtype torch.float32" in first["shapes"]
     assert first["meta on one rank"].startswith("PeerFailed: ")
     assert second["meta on one rank"].startswith(
-        "ValueError: cannot send the values of rank 0: 'w' of shape (2,) is on"
+        "ValueError: cannot send the values of rank 0: 'meta on one rank' of shape (2,) is on"
     )
     assert (kept, changed) == ([0.0, 0.0], [1.0, 1.0])
 

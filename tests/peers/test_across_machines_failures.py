@@ -1,10 +1,11 @@
-"""Across machines: if a replica fails, all machines raise, and the next step is undisturbed. Nobody waits forever."""
+"""Across machines: if a replica fails, all machines raise, and so does every later step. Nobody waits forever."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import peers
-from dataparallel.machines.errors import MachinesDiffer, MachinesError, PeerFailed
+from dataparallel.machines.errors import MachinesError
 from machine_ranks import on_machines, on_mortal_machines
 from peer_machines import samples, spanning
 
@@ -59,68 +60,79 @@ class Awkward(nn.Module):
 PLACES = [f"{way} {position}" for way in ("forward", "backward") for position in range(3)]
 
 
-def weights(model: nn.Module) -> list[Tensor]:
-    found: list[Any] = [*model.parameters()]
-    return [(each.full_tensor() if hasattr(each, "full_tensor") else each).detach().cpu() for each in found]
+def groups(count: int) -> list[Any]:
+    """New groups of all ranks: a failure ends its group."""
+    return [torch.distributed.new_group() for _ in range(count)]
 
 
-def train(rank: int, devices: list[torch.device], form: str, culprits: list[int]) -> tuple[list[str], list[Tensor]]:
-    """Every second step fails on the culprits, and is left out if there are none. What was raised, and the weights."""
-    model = spanning(Awkward(), devices, form)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    raised = []
-    for step in range(2 * len(PLACES) + 1):
-        place = PLACES[step // 2] if step % 2 else ""
-        if place and not culprits:
-            continue
-        optimizer.zero_grad()
-        batch = samples(4, seed=10 * step + rank).to(devices[0]).requires_grad_()
-        try:
-            model(batch, place if rank in culprits else "").square().sum().backward()
-        except (Fails, PeerFailed) as error:
-            raised.append(f"{type(error).__name__}: {error}")
-            # In front of all layers, the sums may have been handed out when the error comes.
-            assert place == "backward 0" or all(parameter.grad is None for parameter in model.parameters())
-            continue
-        assert not place
-        optimizer.step()
-    return raised, weights(model)
+def raised(call: Callable[[], object]) -> str:
+    began = time.monotonic()
+    try:
+        call()
+    except (Fails, MachinesError) as error:
+        assert time.monotonic() - began < SOON
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+SOON = 10.0
+"""Seconds; the timeout of the group is 90."""
+
+
+def train(
+    rank: int, devices: list[torch.device], form: str, culprits: list[int], has_begun: bool
+) -> list[tuple[str, str]]:
+    """A step for each place fails on the culprits. What was raised by it, and by the next one."""
+    found = []
+    for place, group in zip(PLACES, groups(len(PLACES)), strict=True):
+        model = spanning(Awkward(), devices, form, process_group=group)
+
+        def step(fails: str = "", model: Any = model) -> None:
+            batch = samples(4, seed=rank).to(devices[0]).requires_grad_()
+            model(batch, fails).square().sum().backward()
+
+        if has_begun:
+            step()
+            model.zero_grad()
+        first = raised(lambda place=place: step(place if rank in culprits else ""))
+        # In front of all layers, the sums may have been handed out when the error comes.
+        assert place == "backward 0" or all(parameter.grad is None for parameter in model.parameters())
+        found.append((first, raised(step)))
+    return found
 
 
 @pytest.mark.parametrize("form", ["replicate", "fully_shard"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("culprits", [[1], [0, 1]], ids=["one", "two"])
-def test_all_machines_raise_and_go_on(form, ranks, culprits):
-    found = on_machines(train, form, culprits, ranks=ranks)
-    for rank, (raised, own) in enumerate(found):
-        assert len(raised) == len(PLACES)
-        for message in raised:
+def test_all_machines_raise_and_so_do_later_steps(form, ranks, culprits):
+    found = on_machines(train, form, culprits, True, ranks=ranks)
+    for of_ranks in zip(*found, strict=True):
+        assert len({later for _, later in of_ranks}) == 1
+        for rank, (message, later) in enumerate(of_ranks):
             assert message.startswith("Fails" if rank in culprits else "PeerFailed"), message
-        for ours, theirs in zip(own, found[0][1], strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
-    _, undisturbed = on_machines(train, form, [], ranks=ranks)[0]
-    for ours, theirs in zip(found[0][1], undisturbed, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+            assert rank in culprits or message == later
+            assert later.startswith("PeerFailed: rank ")
+
+
+def test_the_first_step_may_fail_where_others_wait_for_the_backward():
+    for of_ranks in zip(*on_machines(train, "replicate", [1], False), strict=True):
+        assert [message.partition(":")[0] for message, _ in of_ranks] == ["PeerFailed", "Fails"]
 
 
 def evaluate(rank: int, devices: list[torch.device]) -> list[str]:
-    """Forwards without gradients, of which some fail on rank 1."""
-    model = spanning(Awkward(), devices).eval()
-    raised = []
-    with torch.no_grad():
-        for step, place in enumerate(["", "forward 1", "", "forward 0", "", "forward 2", ""]):
-            try:
-                model(samples(4, seed=step).to(devices[0]), place if rank == 1 else "")
-            except (Fails, PeerFailed) as error:
-                raised.append(f"{step} {type(error).__name__}")
-    return raised
+    """Forwards without gradients, of which the second one fails on rank 1."""
+    found = []
+    for place, group in zip(PLACES[:3], groups(3), strict=True):
+        model, batch = spanning(Awkward(), devices, process_group=group).eval(), samples(4).to(devices[0])
+        with torch.no_grad():
+            model(batch)
+            for fails in (place, ""):
+                found.append(raised(lambda: model(batch, fails if rank == 1 else "")).partition(":")[0])  # noqa: B023
+    return found
 
 
 def test_forwards_without_gradients_fail_together_too():
-    assert on_machines(evaluate) == [
-        [f"{step} PeerFailed" for step in (1, 3, 5)],
-        [f"{step} Fails" for step in (1, 3, 5)],
-    ]
+    assert on_machines(evaluate) == [["PeerFailed"] * 6, ["Fails", "PeerFailed"] * 3]
 
 
 class Differs(nn.Module):
@@ -149,19 +161,24 @@ class Differs(nn.Module):
 
 
 def differ(rank: int, devices: list[torch.device]) -> dict[str, str]:
-    model = spanning(Differs(rank), devices)
-    raised = {}
-    for what in ["", "another", "", "shape", "grad mode", "", "one more", "one less", ""]:
-        try:
+    found = {}
+    kinds = ["another", "shape", "grad mode", "one more", "one less"]
+    for what, group in zip(kinds, groups(len(kinds)), strict=True):
+        model = spanning(Differs(rank), devices, process_group=group)
+
+        def step(what: str = "", model: Any = model) -> None:
             model(samples(4).to(devices[0]), what).sum().backward()
-        except MachinesDiffer as error:
-            raised[what] = str(error)
-    return raised
+
+        step()
+        found[what] = raised(lambda what=what: step(what))
+        assert raised(step) == found[what]
+    return found
 
 
 def test_machines_that_come_to_different_collectives_raise():
     first, second = on_machines(differ)
-    assert [*first] == [*second] == ["another", "shape", "grad mode", "one more", "one less"]
+    assert first == second
+    assert {text.partition(":")[0] for text in first.values()} == {"MachinesDiffer"}
     assert "all_gather" in first["another"]
     assert "all_reduce" in first["another"]
     assert "the end of a forward" in first["one more"]

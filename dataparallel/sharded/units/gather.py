@@ -25,6 +25,7 @@ from dataparallel import _torch
 from dataparallel.comm import settings
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.comm.streams.held import hold
+from dataparallel.devices import CPU
 from dataparallel.profiling import stage
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.sharded.placements import rows_of_shards
@@ -132,7 +133,7 @@ class SourceOverMachines(PullSource):
         """Always false: slots pull copies, which have the shards of other machines."""
         return False
 
-    def send(self, unit: str, lane: Lane, epoch: int, ready: Mapping[torch.device, Event]) -> None:
+    def send(self, unit: str, lane: Lane, ready: Mapping[torch.device, Event]) -> None:
         """Launches the all-gather. ``ready``: for each device an event after which its shards may be read."""
         from dataparallel.machines.collectives import stage
 
@@ -145,11 +146,10 @@ class SourceOverMachines(PullSource):
             [f"the parameters of {unit!r} for {owner}" for owner in owned.owners],
             [shard.all_gather for shard in staged],
             f"gather\n{len(staged)} x {owned.layout.numel} {self._dtype} of {unit!r}",
-            epoch=epoch,
         )
 
     def _cast(self, machines: Machines, flat: Tensor, owner: torch.device) -> Tensor:
-        if flat.device != owner and not machines.can_send(owner):
+        if flat.device != owner and owner != CPU and not machines.is_nccl(owner):
             return flat.to(self._dtype)  # stays in host memory, and is sent from there
         return flat.to(owner, non_blocking=True).to(self._dtype)
 
@@ -246,20 +246,17 @@ class UnitSources:
         self._number_of_gathers = [0] * len(unit.slots)  # of each slot, since the rounds began
         self._pulls = len(unit.slots)  # how many slots pull in a round
         self._lane: Lane | None = None  # of the last tree that has called the unit
-        self._epoch: int | None = None  # of the machines, in which the call or pass has begun
 
     def begin(self, slots: int, lane: Lane | None) -> None:
         """Begins a call or a pass of backward on the first ``slots`` slots.
 
         ``lane``: that of the tree, if parameters are sharded over machines. All gathers of a tree have one order.
         """
-        self._epoch = None if lane is None else lane.machines.epoch
         self._lane = lane or self._lane
         self.renew(slots)
 
     def end(self) -> None:
         """Ends it. Copies for slots that have not pulled are dropped."""
-        self._epoch = None
         self.renew()
 
     def sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[Source]:
@@ -288,10 +285,9 @@ class UnitSources:
         if unit.machines is None or unit.machines.gathers is None:
             return [PullSource(*each) for each in of_owned]
         lane = self._lane or unit.machines.gathers
-        epoch = lane.machines.epoch if self._epoch is None else self._epoch  # outside of a call there is none
         sources = [SourceOverMachines(*each) for each in of_owned]
         for source in sources:
-            source.send(unit.name, lane, epoch, ready)
+            source.send(unit.name, lane, ready)
         return sources
 
     def renew(self, pulls: int | None = None) -> None:

@@ -75,7 +75,6 @@ class SumsOverMachines:
         self._machines, self._shard, self._replicate = machines, machines.shard, machines.replicate
         self._order = [*known_order] or [*reversed(range(len(units)))]
         self._lock = threading.Lock()
-        self.epoch = machines.all.begin_pass()
         self._entries = [
             _UnitEntry(i, unit, [[] for _ in unit.groups], [[] for _ in unit.groups])
             for i, unit in ((i, units[i]) for i in self._order)
@@ -91,7 +90,6 @@ class SumsOverMachines:
         self._waits_for_end = machines.all.state.has_nccl and len({*slots}) < len(slots)
         self._end: End | None = None  # for each trainable parameter: has a gradient; for each unit: has a rest
         self._mask: list[bool] = []
-        self._scattered: _UnitEntry | None = None  # the unit whose parts go over the replicate group next
 
     # ---- sums of this machine ----------------------------------------------------------------------------------------
 
@@ -141,39 +139,18 @@ class SumsOverMachines:
         return stage(self._replicate, total)
 
     def _send(self, entry: _UnitEntry) -> None:
-        """Launches a unit's reduce-scatter, and after it the all-reduce of the unit before.
-
-        So an all-reduce, which waits for the reduce-scatter of its unit, does not hold up the next reduce-scatter.
-        """
         entry.is_sent = True
-        entry.results = [self._scatter(entry, staged) for staged in entry.staged]
-        self._send_scattered()
-        self._scattered = entry
-        if self._shard is None or self._replicate is None:
-            self._send_scattered()
+        entry.results = [self._launch(entry, staged) for staged in entry.staged]
 
-    def _send_scattered(self) -> None:
-        entry, self._scattered = self._scattered, None
-        if entry is not None:
-            entry.results = [self._all_reduce(entry, parts) for parts in entry.results]
-
-    def _scatter(self, entry: _UnitEntry, staged: Sequence[Any]) -> list[Any]:
-        """Launches the reduce-scatter over the shard group, for all owners together."""
-        if self._shard is None:
+    def _launch(self, entry: _UnitEntry, staged: Sequence[Any]) -> list[Any]:
+        """Launches the reduce-scatter over the shard group, and the all-reduce over the replicate group."""
+        shard, replicate = self._shard, self._replicate if entry.unit.requires_all_reduce else None
+        if shard is None and replicate is None:
             return [*staged]
-        what = [f"the gradients of {entry.unit.name!r}"] * len(staged)
-        calls, lane = [each.reduce_scatter for each in staged], self._machines.lane
-        return [*lane.launch(_BACKWARD, what, calls, entry.describe(), epoch=self.epoch, over=self._shard)]
-
-    def _all_reduce(self, entry: _UnitEntry, parts: Sequence[Any]) -> list[Any]:
-        """Launches the all-reduce over the replicate group of what `_scatter` has returned."""
-        if self._replicate is None or not entry.unit.requires_all_reduce:
-            return [*parts]
-        what = [f"the gradients of {entry.unit.name!r}"] * len(parts)
-        options = {"epoch": self.epoch, "over": self._replicate, "text": entry.describe()}
-        if self._shard is not None:
-            options["after"] = parts
-        return [*self._machines.lane.add_sums(_BACKWARD, what, parts, self._devices[0], **options)]
+        calls = [each.sum if shard is None else each.reduce_scatter for each in staged]
+        over, then = (replicate, None) if shard is None else (shard, replicate)
+        what = [f"the gradients of {entry.unit.name!r}"] * len(calls)
+        return [*self._machines.lane.launch(_BACKWARD, what, calls, entry.describe(), over, then)]
 
     # ---- the end of the pass -----------------------------------------------------------------------------------------
 
@@ -188,24 +165,20 @@ class SumsOverMachines:
                     if not entry.has_come:
                         self._fill(entry)
                     self._send(entry)
-            self._send_scattered()
         for entry in self._entries:
             if (waiting := entry.unit.partial) is not None:
                 entry.present.update(waiting.present)
         self._mask = [i in each.present for each in self._entries for i in each.unit.trainable]
         self._mask += [bool(each.rest[0]) for each in self._entries]
         if self._has_others:
-            order = None
-            if not self._known_order:
-                order = [*dict.fromkeys([*self._arrived, *self._order])]
-            gathers = self._machines.gathers
-            others = [] if gathers is None else [gathers]
-            self._end = self._machines.lane.end(_BACKWARD, self._mask, epoch=self.epoch, others=others, extra=order)
+            order = None if self._known_order else [*dict.fromkeys([*self._arrived, *self._order])]
+            others = [] if self._machines.gathers is None else [self._machines.gathers]
+            self._end = self._machines.lane.end(_BACKWARD, self._mask, others, order)
 
     def fail(self, error: BaseException) -> None:
         """Tells the other machines that the pass has failed on this one before its end."""
         if self._end is None and self._has_others:
-            self._machines.all.state.leave(self.epoch, error)
+            self._machines.all.state.fail(error)
         self._is_ended = True
 
     def _fill(self, entry: _UnitEntry) -> None:
@@ -249,7 +222,7 @@ class SumsOverMachines:
                 dtype, numel = entry.sent_dtype(at), self._machines.shard_size * layout.numel
                 rest = entry.rest[at] or [torch.zeros(numel, dtype=dtype, device=device) for device in self._devices]
                 staged = [self._staged(entry, total.to(dtype)) for total in rest]
-                results.append(self._all_reduce(entry, self._scatter(entry, staged)))
+                results.append(self._launch(entry, staged))
         return found
 
     def _results(self, entry: _UnitEntry, at: int, rests: Mapping[int, Sequence[Sequence[Any]]]) -> list[Tensor]:

@@ -67,7 +67,6 @@ class BackwardPass:
         over_machines: SumsOverMachines | None = None,
     ) -> None:
         self._tree = tree
-        self.epoch = None if tree.gathers is None else tree.gathers.machines.epoch
         self._a_backward_has_returned = self.has_finished = self.reaches_units = False
         self.sums = SumsOfPass(len(slots), computing, summed, over_machines=over_machines)
         self.include(slots)
@@ -356,9 +355,9 @@ class Tree:
             self._failed = [failed for failed in [*self._failed, ended] if failed.tasks]
             if not ended.has_finished:
                 self._unfinished.append(ended.sums)
-        if has_failed and self.gathers is not None and ended.epoch is not None and ended.sums.over_machines is None:
+        if has_failed and self.gathers is not None and ended.sums.over_machines is None:
             # Other machines may wait for gathers. With sums, these have told them.
-            self.gathers.machines.state.leave(ended.epoch, error_of_failed_pass())
+            self.gathers.state.fail(error_of_failed_pass())
         try:
             for unit in self.units:
                 if ended.reaches_units:

@@ -44,16 +44,13 @@ def ends(rank: int, devices: list[Any], failing: int) -> Any:
     machines = MachineMesh(Machines.of(rows[rank // 2]), Machines.of(columns[rank % 2]), range(4))
     row, column = machines.shard, machines.replicate
     assert (row.ranks, column.ranks) == ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
-    outcomes = []
-    lane = machines.lane
-    for fails in (True, False):
-        epoch, staged = machines.all.epoch, stage(row, torch.full((2,), float(rank)), 1)
-        parts = lane.launch("backward", ["x"], [staged.reduce_scatter], "x", epoch=epoch, over=row)
-        options = {"epoch": epoch, "over": column, "after": parts}
-        (part,) = lane.add_sums("backward", ["x"], parts, torch.device("cpu"), **options)
+    outcomes: list[Any] = []
+    for fails in (False, True, False):
+        staged = stage(row, torch.full((2,), float(rank)), 1)
+        (part,) = machines.lane.launch("backward", ["x"], [staged.reduce_scatter], "x", row, column)
         if fails and rank == failing:
-            machines.all.state.leave(epoch, RuntimeError("broken"))
-        end = lane.end("backward", [rank == 3], epoch=epoch)
+            machines.all.state.fail(RuntimeError("broken"))
+        end = machines.lane.end("backward", [rank == 3])
         try:
             outcomes.append((end.wait()[0], part.wait().tolist()))
         except PeerFailed as error:
@@ -63,7 +60,8 @@ def ends(rank: int, devices: list[Any], failing: int) -> Any:
 
 @pytest.mark.parametrize("failing", [0, 3])
 def test_a_failure_in_one_group_reaches_those_of_the_other(failing):
-    for failed, last in on_machines(ends, failing, ranks=4, slots=1, kind="cpu", group_timeout=20):
-        assert last == ([True], [6.0])
+    for first, failed, last in on_machines(ends, failing, ranks=4, slots=1, kind="cpu", group_timeout=20):
+        assert first == ([True], [6.0])
         assert f"rank {failing} failed" in failed
         assert "broken" in failed
+        assert last == failed
