@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, distributed
 
 from dataparallel import _torch
+from dataparallel.devices import CPU
 from dataparallel.machines.collectives import SLICE, Link, Transfer, launching, stage
 from dataparallel.machines.errors import MachinesDiffer, MachinesError, differences
 from dataparallel.machines.group import GroupState, Result, in_a_thread, issuer, states
@@ -180,12 +181,12 @@ class Lane:
         turns = self.state.turns
         gloo = yield from self._connect(what, "turns", range(self.state.size))
         if self.state.rank == 0:
-            gloo.broadcast([torch.tensor([self.number])], distributed.BroadcastOptions())
+            gloo.broadcast([torch.tensor([self.number], device=CPU)], distributed.BroadcastOptions())
             return
 
         def is_of_this_lane() -> bool:
             if not turns:
-                told = torch.empty(1, dtype=torch.int64)
+                told = torch.empty(1, dtype=torch.int64, device=CPU)
                 turns.append((told, gloo.broadcast([told], distributed.BroadcastOptions()).get_future()))
                 turns[0][1].add_done_callback(issuer.wake)
             told, future = turns[0]
