@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import UserDict
+from collections import UserDict, UserList, deque
 from collections.abc import Hashable, Iterator, Sequence
 from operator import is_
 from typing import Any
@@ -40,6 +40,9 @@ _NOT_READ = {
 _NOT_ENTERED = (nn.Module, type, types.FunctionType, types.ModuleType)
 _TRANSPARENT = (set, frozenset, types.MethodType, types.SimpleNamespace, functools.partial, weakref.ref)
 """What is looked into as containers are."""
+
+_WRITABLE = (list, dict, set, deque, UserDict, UserList)
+"""What a forward may write into without an assignment."""
 
 _BUILT_IN = (list, tuple, dict, set, frozenset)
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
@@ -224,7 +227,10 @@ class ForwardReads:
 
     def reached(self) -> list[list[ByIdentity]]:
         """What is in global lists, dicts and sets, and in enclosed ones, for a comparison."""
-        return [[ByIdentity(each) for each in ([*x, *x.values()] if isinstance(x, dict) else x)] for x in self._reached]
+        return [
+            [ByIdentity(each) for each in ([*x, *x.values()] if isinstance(x, (dict, UserDict)) else x)]
+            for x in self._reached
+        ]
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
@@ -283,7 +289,7 @@ def _reached_by(root: nn.Module) -> list[Any]:
         if isinstance(function, types.FunctionType):
             seen = inspect.getclosurevars(function)
             values = [*seen.nonlocals.values(), *seen.globals.values()]
-            found |= {id(each): each for each in values if type(each) in (list, dict, set)}
+            found |= {id(each): each for each in values if isinstance(each, _WRITABLE)}
     return [*found.values()]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+from collections import Counter, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -133,13 +134,17 @@ class TestArguments:
         assert captured(network) == 0
         assert reasons(network) == {"its forward writes into a dict or list among its arguments"}
 
-    def test_nor_is_one_that_is_global(self, form: Form, slots: list, root: torch.device) -> None:
-        notes: list[Tensor] = []
+    @pytest.mark.parametrize("kind", [list, deque, UserList, dict, OrderedDict, UserDict, Counter])
+    def test_nor_is_one_that_is_global(self, kind: Any, form: Form, slots: list, root: torch.device) -> None:
+        notes: Any = kind()
 
         class Notes(Head):
             def forward(self, x: Tensor) -> Tensor:
-                notes.append(self.lin(x))
-                return notes[-1]
+                if hasattr(notes, "append"):
+                    notes.append(1)
+                else:
+                    notes[len(notes)] = 1
+                return self.lin(x)
 
         def steps(network: Any, module: Any) -> Any:
             notes.clear()
