@@ -1,7 +1,8 @@
-"""A process group that counts what crosses the network: gloo behind it, nothing patched.
+"""A process group that counts what crosses the network: gloo behind it.
 
 `register` teaches ``init_process_group`` the backend ``"counted"``. Every group that is made with it, by ``new_group``
-too, is a `CountedGroup`, and all groups of the process count into `SENT`. Any library that communicates through
+too, is a `CountedGroup`, and all groups of the process count into `SENT`. So do connections that a library makes by
+``torch.distributed.ProcessGroupGloo`` itself: `CountedGloo` takes its place. Any library that communicates through
 ``torch.distributed`` is counted alike. Used by benchmarks, and by tests of what is sent. Times nothing: counting takes
 time of its own.
 """
@@ -58,12 +59,12 @@ class Sent:
 SENT = Sent()
 
 
-def _counting(method: str, kind: str, larger: int) -> Callable[..., Any]:
-    """The method of `ProcessGroup` that counts first. ``larger`` says which argument has the larger side."""
+def _counting(call: Callable[..., Any], method: str, kind: str, larger: int) -> Callable[..., Any]:
+    """A method that counts and then calls ``call``. ``larger`` says which argument has the larger side."""
 
-    def count_and_call(self: CountedGroup, *args: Any, **kwargs: Any) -> Any:
+    def count_and_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         SENT.add(kind, self.size(), args[larger])
-        return getattr(self._gloo, method)(*args, **kwargs)
+        return call(self, *args, **kwargs)
 
     count_and_call.__name__ = method
     return count_and_call
@@ -75,7 +76,7 @@ class CountedGroup(dist.ProcessGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._store = store
-        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        gloo = _Gloo(store, rank, size, timeout)
         self._gloo = dist.ProcessGroup(store, rank, size)
         for group in (self, self._gloo):  # this one too: who looks for the backend and its timeout finds it here
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -90,6 +91,17 @@ class CountedGroup(dist.ProcessGroup):
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
         """Has no tensors, so it is not counted."""
         return self._gloo.barrier(*args, **kwargs)
+
+
+_Gloo = dist.ProcessGroupGloo
+
+
+class CountedGloo(_Gloo):
+    """A connection by gloo that counts what Python calls. What a group sends by it in C++ the group counts."""
+
+
+def _by_gloo(method: str) -> Callable[..., Any]:
+    return lambda self, *args, **kwargs: getattr(self._gloo, method)(*args, **kwargs)
 
 
 # Which argument holds the larger side. torch has renamed the flat collectives; both names are counted where they exist.
@@ -116,11 +128,14 @@ for _method, _kind, _larger in (
     ("all_to_all_single", "all_to_all", 1),
 ):
     if hasattr(dist.ProcessGroup, _method):
-        setattr(CountedGroup, _method, _counting(_method, _kind, _larger))
+        setattr(CountedGroup, _method, _counting(_by_gloo(_method), _method, _kind, _larger))
+    if hasattr(_Gloo, _method):
+        setattr(CountedGloo, _method, _counting(getattr(_Gloo, _method), _method, _kind, _larger))
 
 
 def register() -> None:
     """Makes ``"counted"`` a backend of this process, for tensors on the CPU. Again is allowed."""
+    dist.ProcessGroupGloo = CountedGloo
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, CountedGroup, devices=["cpu"])
 
