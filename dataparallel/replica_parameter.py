@@ -25,13 +25,14 @@ class ReplicaParameter(torch.Tensor):
 
     # Not by a property: torch.compile takes one that reads ``super().requires_grad`` for true.
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "requires_grad" and value != self.requires_grad:
+        if name != "requires_grad":
+            super().__setattr__(name, value)
+        elif value != self.requires_grad:
             raise RuntimeError(
                 f"cannot set requires_grad={value} on a parameter of a replica: it is a copy, not a leaf. Set "
                 "it on the source module before its forward. While a module with fully_shard is full, it has such "
                 "copies: set it before the forward, after backward() or after reshard()"
             )
-        super().__setattr__(name, value)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         # That of a fully sharded module has no memory while its unit is not gathered. Reading it would crash the
