@@ -19,6 +19,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dataparallel.composable import fully_shard
+from dataparallel.gradients.comm_hooks import GradBucket
 from dataparallel.machines.errors import PeerGone
 from dataparallel.testing.steps import assert_equal
 from machine_ranks import Ended, on_machines, on_mortal_machines
@@ -208,6 +209,35 @@ def test_the_rank_with_the_store_is_killed(form: str, tmp_path: Path) -> None:
         assert kind == "PeerGone", (kind, text)
         assert raised_at - killed_at < GROUP_TIMEOUT + 5
         assert re.search(f"rank {rank} has waited for .* of '", text), text
+
+
+def train_with_a_hook(rank: int, devices: list[torch.device], folder: str) -> tuple[float, str, str] | None:
+    """Rank 1 kills itself in the third call of a hook, for which the others wait in the group of the user."""
+    calls = 0
+
+    def hook(state: None, bucket: GradBucket) -> Any:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == 3:
+            Path(folder, "killed").write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        future: Any = distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    model: Any = Layers().double().to(devices[0])
+    over("replicate", model, devices)
+    model.register_comm_hook(None, hook)
+    try:
+        for _ in range(STEPS):
+            model(torch.ones(4, WIDTH, dtype=torch.float64, device=devices[0])).sum().backward()
+    except Exception as error:
+        return time.time(), type(error).__name__, str(error)
+    return None
+
+
+def test_one_is_killed_in_a_hook(tmp_path: Path) -> None:
+    ended = on_mortal_machines(train_with_a_hook, str(tmp_path), ranks=3, slots=2, group_timeout=GROUP_TIMEOUT)
+    assert_others_raised(ended, 1, float((tmp_path / "killed").read_text()))
 
 
 FEWER, MORE = 2, 4
