@@ -63,6 +63,9 @@ def without_cuda_graphs(context: Any) -> Any:
     return compiler_context(torch.compile(options=options, **settings)(is_disabled))
 
 
+MARK_OF_COMPILER = "_dynamo_"
+"""The beginning of the names of what the compiler sets on tensors, which no forward reads."""
+
 DISABLED = "_torchdynamo_disable"
 """Attribute of what a module calls: the compiler does not look into the module."""
 

@@ -25,6 +25,7 @@ from dataparallel import _torch
 from dataparallel.batches.structures import batch_of, children_of, container_of
 from dataparallel.comm.buckets import PLAIN_TYPES, has_strides
 from dataparallel.replicas.compiled.calls import CALL, CompiledCall, compiled_call
+from dataparallel.replicas.compiled.torch_compile import MARK_OF_COMPILER
 from dataparallel.replicas.plan import FORM_ATTRIBUTE, UNIT_MODULE, instance_slots
 from dataparallel.replicas.references import ATOMIC
 
@@ -236,7 +237,8 @@ class ForwardReads:
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
     """The Python attributes that users have set on a tensor. A class that has others too has a method for these."""
     method = getattr(type(tensor), "attributes", None)
-    return vars(tensor) if method is None else method(tensor)
+    found = vars(tensor) if method is None else method(tensor)
+    return {name: value for name, value in found.items() if not name.startswith(MARK_OF_COMPILER)} if found else {}
 
 
 def _differ(before: list[tuple[str, Any]], items: list[tuple[str, Any]]) -> bool:
