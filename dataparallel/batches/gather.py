@@ -342,7 +342,7 @@ def _equal(a: Any, b: Any) -> bool:
         return False
     try:
         if any(getattr(a, name, None) != getattr(b, name, None) for name in ("shape", "dtype", "mask")):
-            return False  # arrays of other shapes may be equal where one of them is repeated
+            return False  # NumPy repeats entries where shapes differ, and leaves out what is masked
         answer = a == b
         # Arrays of one shape answer with an array; NaN is not even equal to itself.
         equal = bool(answer.all() if hasattr(answer, "all") else answer)

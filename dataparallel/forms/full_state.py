@@ -244,7 +244,7 @@ def _check_model_state(model: nn.Module, given: Mapping[str, Any]) -> None:
     if unexpected := [name for name in given if name not in expected]:
         wrong.append(f"the model has no {_listed(unexpected)}")
     tensors = [(name, value) for name, value in given.items() if isinstance(expected.get(name), Tensor)]
-    wrong += [f"{name!r} {why}" for name, value in tensors if (why := _why_no_value(value, expected[name]))]
+    wrong += [f"{name!r} {why}" for name, value in tensors if (why := _why_no_value(value, expected[name], "model"))]
     if wrong:
         hint = hint_for_names(model, given)
         what = f"this state dict does not fit the {type(model).__name__}: {'; '.join(wrong)}"
@@ -261,15 +261,15 @@ def _check_model_state(model: nn.Module, given: Mapping[str, Any]) -> None:
             )
 
 
-def _why_no_value(value: Any, tensor: Tensor) -> str | None:
-    """Why ``value`` cannot be copied into a tensor of the model, in words; ``None`` if it can."""
+def _why_no_value(value: Any, tensor: Tensor, where: str) -> str | None:
+    """Why ``value`` cannot be copied into a tensor of the model or optimizer, in words; ``None`` if it can."""
     if not isinstance(value, Tensor):
         return f"is no tensor, but of type {type(value).__name__}"
     if (value.layout, value.is_quantized) != (tensor.layout, tensor.is_quantized):
         kind = "a quantised tensor" if value.is_quantized else f"a tensor of layout {value.layout}"
-        return f"is {kind}, and one of layout {tensor.layout} in the model"
+        return f"is {kind}, and one of layout {tensor.layout} in the {where}"
     if not is_lazy(tensor) and value.shape != tensor.shape:
-        return f"has the shape {tuple(value.shape)}, and {tuple(tensor.shape)} in the model"
+        return f"has the shape {tuple(value.shape)}, and {tuple(tensor.shape)} in the {where}"
     return None
 
 
@@ -312,8 +312,10 @@ def _check_optimizer_state(optimizer: Optimizer, optimizer_state: Mapping[str, A
             )
     for key, state in optimizer_state["state"].items():
         for name, own in optimizer.state.get(parameters[key], {}).items():
-            if isinstance(own, Tensor) and own.dim() > 0 and (why := _why_no_value(state.get(name, own), own)):
-                raise ValueError(f"{name!r} of parameter {key!r} {why.replace('the model', 'the optimizer')}")
+            if not isinstance(own, Tensor) or own.dim() == 0:
+                continue
+            if why := _why_no_value(state.get(name, own), own, "optimizer"):
+                raise ValueError(f"{name!r} of parameter {key!r} {why}")
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -168,7 +168,9 @@ class ShardedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return operators.run(func, args, kwargs or {})
+        return operators.run(cls._find_operator(func), func, args, kwargs or {})
+
+    _find_operator = staticmethod(operators.by_table)
 
     # ---- shards, owners and placement --------------------------------------------------------------------------------
 
@@ -332,9 +334,9 @@ class ShardedTensor(Tensor):
         arguments = ([*self._shards], dim, tuple(self.shape), owners, self.requires_grad, self._attributes_and_mark())
         return rebuild, arguments
 
-    def attributes(self) -> dict[str, Any]:
+    def user_attributes(self) -> dict[str, Any]:
         """The Python attributes that users have set."""
-        return {name: value for name, value in vars(self).items() if name not in _INTERNAL and name != "_is_param"}
+        return {name: value for name, value in self._attributes_and_mark().items() if name != "_is_param"}
 
     def _attributes_and_mark(self) -> dict[str, Any]:
         """What users have set, and torch's mark of a parameter."""

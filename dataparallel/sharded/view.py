@@ -44,12 +44,7 @@ class ShardedView(ShardedTensor):
         made._viewed, made._see = viewed, see
         return made
 
-    @classmethod
-    @_torch.not_traced
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return operators.run(func, args, kwargs or {}, operators.OF_VIEWS.get(func, operators.decomposed))
+    _find_operator = staticmethod(operators.of_views)
 
     # What operators and units read of every sharded tensor. The placement equals that of no tensor that is divided.
     _shards = property(lambda self: self._viewed._shards)

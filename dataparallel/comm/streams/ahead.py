@@ -31,8 +31,8 @@ give one tensor in several batches.
 def can_be_sent(tensor: Tensor) -> bool:
     """True if the tensor is on the CPU, of a plain type, strided, not nested, not quantized, and needs no gradient.
 
-    Inside a transform of ``torch.func`` no tensor is sent: it may be a wrapper of another one. None is where it may
-    have a tangent (forward-mode differentiation), because these copies are in no graph.
+    Inside a transform of ``torch.func`` no tensor is sent: it may be a wrapper of another one. Inside a level of
+    forward-mode differentiation it may have a tangent, which these copies would drop.
     """
     return (
         tensor.device == CPU

@@ -200,7 +200,7 @@ def _late_of(root: nn.Module) -> list[Late]:
 
 
 @dataclass
-class _CallKind:
+class _GraphKind:
     """Calls of one kind.
 
     Attributes:
@@ -230,7 +230,7 @@ class GraphedReplica:
         self.device, self.launches, self.reasons = device, 0, list[str]()
         self._said = said
         self._tensors: Sequence[Tensor] = ()
-        self._kinds: dict[Hashable, _CallKind] = {}  # in the order of their last calls
+        self._kinds: dict[Hashable, _GraphKind] = {}  # in the order of their last calls
         self._free: list[Pool] = []
         self._last: Sequence[Any] = ()
         self._new_kinds = 0
@@ -283,7 +283,7 @@ class GraphedReplica:
         finally:
             self._busy.release()
 
-    def _kind_of(self, state: Hashable, key: tuple[Any, ...]) -> _CallKind:
+    def _kind_of(self, state: Hashable, key: tuple[Any, ...]) -> _GraphKind:
         kind = self._kinds.pop(key, None)
         self._new_kinds = self._new_kinds + 1 if kind is None else 0
         if self._new_kinds == MOST_NEW_KINDS:
@@ -291,11 +291,11 @@ class GraphedReplica:
         self._last = key
         while len(self._kinds) >= _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
-        found = self._kinds[key] = kind or _CallKind(state)
+        found = self._kinds[key] = kind or _GraphKind(state)
         return found
 
     def _captured(
-        self, kind: _CallKind, module: nn.Module, arguments: Structure, late: Sequence[Late]
+        self, kind: _GraphKind, module: nn.Module, arguments: Structure, late: Sequence[Late]
     ) -> Captured | None:
         """The capture to launch, which is made if it is time; ``None`` if the call runs as it is."""
         if kind.captured is not None and not kind.captured.still_fits():
@@ -322,13 +322,13 @@ class GraphedReplica:
         compile_lock.run_inside(kind.captured.record_what_was_missed)
         return kind.captured
 
-    def _count_try(self, kind: _CallKind, reason: str) -> None:
+    def _count_try(self, kind: _GraphKind, reason: str) -> None:
         kind.tries += 1
         if kind.tries >= MOST_TRIES:
             kind.is_refused = True
             self.say(reason)
 
-    def _has_room(self, kind: _CallKind) -> bool:
+    def _has_room(self, kind: _GraphKind) -> bool:
         alive = [other for other in self._kinds.values() if other.captured is not None]
         if sum(other.state == kind.state for other in alive) >= MOST_CAPTURES:
             self.say(f"{MOST_CAPTURES} kinds of arguments are captured, and this is another one")
@@ -340,7 +340,7 @@ class GraphedReplica:
         return True
 
     def _warm_up(
-        self, made: _GraphedCall, kind: _CallKind, module: Any, arguments: Structure, args: Any, kwargs: Any
+        self, made: _GraphedCall, kind: _GraphKind, module: Any, arguments: Structure, args: Any, kwargs: Any
     ) -> Any:
         """Runs the call as it is, and refuses its kind if a graph would not do what the call does."""
         # Units register full parameters and sharded ones in turn.
@@ -366,7 +366,7 @@ class GraphedReplica:
             self.say(str(error))
         return output
 
-    def _refuse_if_differentiated(self, kind: _CallKind, outputs: Sequence[Any]) -> None:
+    def _refuse_if_differentiated(self, kind: _GraphKind, outputs: Sequence[Any]) -> None:
         """Refuses a kind of calls if a backward is differentiated, which a captured one cannot be."""
 
         def look(grad: Tensor) -> None:

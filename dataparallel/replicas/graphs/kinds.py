@@ -15,6 +15,7 @@ import types
 import weakref
 from collections import UserDict, UserList, deque
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -196,8 +197,12 @@ class ForwardReads:
 
     def _look(self) -> None:
         inside, found, done = list[tuple[Any, list[tuple[str, Any]]]](), [*self._modules], set[int]()
-        on_tensors = self._attributes_of_tensors()
-        found += [(path, _plain(value) if _is_plain(value) else ByIdentity(value)) for path, value in on_tensors]
+        on_tensors = self._names_and_values()
+        for path, tensor in self._tensors:
+            given = attributes_of(tensor).items()
+            found += [
+                (f"{path}.{key}", _plain(value) if _is_plain(value) else ByIdentity(value)) for key, value in given
+            ]
         waiting = [(path, value, False) for path, value in self._attributes]
         for path, value, is_on_object in waiting:
             found.append((path, _of_value(path, value)))
@@ -210,10 +215,10 @@ class ForwardReads:
         # Not before all has been looked at.
         self._on_tensors, self._inside, self._values = on_tensors, inside, HashedTuple(found)
 
-    def _attributes_of_tensors(self) -> list[tuple[str, Any]]:
-        return [
-            (f"{path}.{name}", value) for path, tensor in self._tensors for name, value in attributes_of(tensor).items()
-        ]
+    def _names_and_values(self) -> list[Any]:
+        """Of all attributes of tensors. Every call compares them, so they are taken as they are."""
+        attributes = [vars(tensor) for _, tensor in self._tensors]
+        return [*chain.from_iterable(attributes), *chain.from_iterable(map(dict.values, attributes))]
 
     def now(self) -> HashedTuple:
         """What a graph depends on. It is made anew for what can change in place.
@@ -221,8 +226,9 @@ class ForwardReads:
         Raises:
             CannotBeCaptured: see the class.
         """
-        has_changed = _differ(self._on_tensors, self._attributes_of_tensors())
-        if has_changed or any(_differ(before, _items_of(value)) for value, before in self._inside):
+        on_tensors = self._names_and_values()
+        is_same = len(on_tensors) == len(self._on_tensors) and all(map(is_, on_tensors, self._on_tensors))
+        if not is_same or any(_differ(before, _items_of(value)) for value, before in self._inside):
             self._look()
         return self._values
 
@@ -236,7 +242,7 @@ class ForwardReads:
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
     """The Python attributes that users have set on a tensor. A class that has others too has a method for these."""
-    method = getattr(type(tensor), "attributes", None)
+    method = getattr(type(tensor), "user_attributes", None)
     found = vars(tensor) if method is None else method(tensor)
     return {name: value for name, value in found.items() if not name.startswith(MARK_OF_COMPILER)} if found else {}
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dataparallel import _torch
+from dataparallel.comm.kinds import alias
 from dataparallel.replicas.build import ParameterRegistry, bare_module, give_attributes
 from dataparallel.replicas.compiled import torch_compile
 from dataparallel.replicas.compiled.calls import CALL, CompiledCall, call_inside, compiled_calls
@@ -158,7 +159,7 @@ class CapturedPieces:
             own["_parameters"] = {} if id(module) in traced else _Lookups(number, self)
             self._registries.append((own["_parameters"], registry))
             buffers = own["_buffers"].items()
-            own["_buffers"] = {name: value if value is None else _data_of(value) for name, value in buffers}
+            own["_buffers"] = {name: value if value is None else alias(value, 1) for name, value in buffers}
             own["_modules"] = {name: copies.get(id(child), child) for name, child in own["_modules"].items()}
             own.pop(CALL, None)
             if UNIT_MODULE in own:
@@ -176,7 +177,7 @@ class CapturedPieces:
             for name, value in dict.items(registry):
                 if value is not None and value.requires_grad:
                     if id(value) not in leaves:
-                        leaf = leaves[id(value)] = _data_of(value).requires_grad_()  # with versions of its own
+                        leaf = leaves[id(value)] = alias(value, 1).requires_grad_()  # with versions of its own
                         leaf.__class__ = type(value)  # compiled code expects it
                         self.parameter_of[id(leaf)] = value, leaf
                     value = leaves[id(value)]
@@ -241,13 +242,6 @@ class CapturedPieces:
                 found.append(piece((edge, tensor.detach()), above))
                 begins = [edge]
         return [*found, piece(None, _reached(begins)[0])]
-
-
-def _data_of(tensor: Tensor) -> Tensor:
-    """The tensor without its graph, with the Python attributes that it has."""
-    data = tensor.data
-    vars(data).update(vars(tensor))
-    return data
 
 
 class _PartCall:

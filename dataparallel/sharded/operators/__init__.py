@@ -50,11 +50,21 @@ def register(*overloads: OpOverload) -> Callable[[Operator], Operator]:
     return put
 
 
-def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operator: Operator | None = None) -> Any:
-    """Runs an operator of which some arguments are sharded, by the function in the table, or by ``operator``."""
-    operator = operator or TABLE.get(func)
+def by_table(func: OpOverload) -> Operator:
+    """The function for an operator on sharded tensors."""
+    operator = TABLE.get(func)
     if operator is None:
         operator = TABLE[func] = next(filter(None, (rule(func) for rule in RULES)), decomposed)
+    return operator
+
+
+def of_views(func: OpOverload) -> Operator:
+    """The function for an operator that has a view among its arguments."""
+    return OF_VIEWS.get(func, decomposed)
+
+
+def run(operator: Operator, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator of which some arguments are sharded, by the function ``operator``."""
     if func not in LAUNCH_NOTHING:
         wait_for_host_reads()
     if _torch.is_in_backward():

@@ -52,7 +52,6 @@ def allow_gathers(allowed: bool | None) -> None:
     _allowed = checked("allowed", allowed, bool, None)
 
 
-@operators.ON_WHOLES.append
 def on_wholes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
     """Runs the operator on gathered arguments. Raises ``error`` if operators may not gather or this one cannot."""
     arguments = [*args, *kwargs.values()]
@@ -213,4 +212,5 @@ def _turn(func: OpOverload, tensor: ShardedTensor) -> ShardedTensor:
     return tensor
 
 
+operators.ON_WHOLES.append(on_wholes)
 OF_VIEWS[aten.detach.default] = OF_VIEWS[aten.alias.default] = _second_object

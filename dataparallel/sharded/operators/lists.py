@@ -32,7 +32,6 @@ from dataparallel.sharded.tensor import ShardedTensor, is_divided_alike
 aten = torch.ops.aten
 
 
-@RULES.append
 def _rule(func: OpOverload) -> Operator | None:
     name = func.overloadpacket.__name__.removesuffix("_")
     if name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"):
@@ -47,6 +46,9 @@ def _rule(func: OpOverload) -> Operator | None:
         if overload in ("default", "Tensor", "Scalar", "Tensor_Tensor")
     )
     return on_lists if is_pointwise or single in ("copy", "zero") else None  # which lack the tag
+
+
+RULES.append(_rule)
 
 
 def _written(func: OpOverload, kwargs: Mapping[str, Any]) -> list[int]:

@@ -35,10 +35,12 @@ WITHOUT_TAG = frozenset(
 """Names of pointwise operators that lack the tag in some release of torch, and of copies of each element."""
 
 
-@RULES.append
 def _rule(func: OpOverload) -> Operator | None:
     is_pointwise = torch.Tag.pointwise in func.tags or func.overloadpacket.__name__ in WITHOUT_TAG
     return pointwise if is_pointwise and torch.Tag.nondeterministic_seeded not in func.tags else None
+
+
+RULES.append(_rule)
 
 
 @register(aten.index_put_.default)

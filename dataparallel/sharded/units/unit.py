@@ -6,7 +6,8 @@ It follows what other code does to the parameters between calls, and registers t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from operator import is_
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,7 @@ class Unit(ShardedUnit):
         super()._make_owned()
         self.sources, self.gradients = UnitSources(self), UnitGradients(self)
         self.slot_units: list[SlotUnit] = []
+        self._given: dict[int, dict[str, Any]] = {}  # by position: the Python attributes that the full ones have
         self._receivers: list[Receiver] = []  # kept here, because nodes refer to them weakly
 
     # ---- the user's modules ------------------------------------------------------------------------------------------
@@ -157,7 +159,10 @@ class Unit(ShardedUnit):
     def _give_attributes(self) -> None:
         """Gives full parameters the Python attributes that users have set on the sharded ones."""
         for position, parameter in enumerate(self.parameters):
-            given = parameter.attributes()
+            given, before = parameter.user_attributes(), self._given.get(position, {})
+            if given.keys() == before.keys() and all(map(is_, given.values(), before.values())):
+                continue
+            self._given[position] = given
             for slot_unit in self.slot_units:
                 own = vars(slot_unit.parameters[position])
                 for name in own.keys() - given.keys():
