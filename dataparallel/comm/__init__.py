@@ -22,6 +22,7 @@ from dataparallel.comm.checks import (
     check_out,
     check_summable,
     near_equal_sizes,
+    resized,
     why_not_gatherable,
 )
 from dataparallel.comm.settings import using
@@ -225,7 +226,7 @@ def scatter(
         if chunk_sizes is not None:
             raise ValueError("chunk_sizes follow from the sizes of out; pass only one of them")
         sizes = [target.shape[dim] if target.dim() == tensor.dim() else 0 for target in out]
-        check_out(out, [[*tensor.shape[:dim], size, *tensor.shape[dim:][1:]] for size in sizes])
+        check_out(out, [resized(tensor.shape, dim, size) for size in sizes])
         if sum(sizes) != tensor.shape[dim]:
             raise ValueError(
                 f"the sizes of out along dimension {dim} add up to {sum(sizes)}, the tensor has {tensor.shape[dim]}"
@@ -303,7 +304,7 @@ def gather(
         raise ValueError("out has a device already; pass only one of destination and out")
     check_movable([out])
     sizes = [tensor.shape[dim] for tensor in tensors]
-    shape = (*first.shape[:dim], sum(sizes), *first.shape[dim:][1:])
+    shape = tuple(resized(first.shape, dim, sum(sizes)))
     if out.dtype != first.dtype or out.shape != shape:
         raise ValueError(
             f"out has shape {tuple(out.shape)} and {out.dtype}, the gathered tensors {shape} and {first.dtype}"

@@ -102,6 +102,13 @@ def check_out(out: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> None:
             raise ValueError(f"out[{index}] has shape {tuple(target.shape)}, expected {tuple(shape)}")
 
 
+def resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    """The shape with another size in one dimension."""
+    new = [*shape]
+    new[dim] = size
+    return new
+
+
 def check_summable(tensors: Sequence[Tensor], where: str = "") -> None:
     """Raises ``ValueError`` for no tensors, and for shapes or dtypes that differ. ``where`` is put into the message."""
     if not tensors:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dataparallel import _torch
 from dataparallel.comm.buckets import Bucket, Planned, flatten, plan_buckets, travels_flat, unflatten
+from dataparallel.comm.checks import resized
 from dataparallel.comm.kinds import same_kind, send_by_torch
 from dataparallel.comm.streams.current import RECEIVING, SENDING, piece_streams, wavefront
 from dataparallel.comm.streams.held import hold_for_peers
@@ -271,7 +272,7 @@ class Transport:
             return torch.cat([self.to_device(tensor, destination) for tensor in tensors], dim)
         first = tensors[0]
         sizes = [tensor.shape[dim] for tensor in tensors]
-        shape = [*first.shape[:dim], sum(sizes), *first.shape[dim:][1:]]
+        shape = resized(first.shape, dim, sum(sizes))
         stride = torch.empty_like(first, device="meta").stride()
         order = sorted(range(first.dim()), key=lambda dim: -stride[dim])
         out = torch.empty_permuted(shape, order, dtype=first.dtype, device=destination)
