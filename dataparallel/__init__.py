@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from dataparallel.replicas.replicate import replicate as replicate
     from dataparallel.samples import samples as samples
     from dataparallel.testing.machine_check.run import check as check
-    from dataparallel.tracing import trace as trace
 
 import_on_demand(
     __name__,
@@ -42,7 +41,6 @@ import_on_demand(
         "dataparallel.batches.scatter": ("scatter", "scatter_kwargs"),
         "dataparallel.batches.structures": ("PerReplica", "whole"),
         "dataparallel.testing.machine_check.run": ("check",),
-        "dataparallel.tracing": ("trace",),
     },
     others=("__version__", "nn", "peers"),
 )

@@ -358,7 +358,6 @@ disabled_torch_function = private("torch._C._disabled_torch_function_impl", "hav
 ScriptMethod = private("torch._C.ScriptMethod", "recognise methods of ScriptModules")
 pytree = private("torch.utils._pytree", "walk containers that users have registered with torch")
 private("torch.autograd.profiler._is_profiler_enabled", "name ranges in profiles")
-_ProfilerOptions = private("torch._C._profiler._ExperimentalConfig", "record all threads in a trace")
 UnsupportedFakeTensor = private("torch._subclasses.UnsupportedFakeTensorException", "leave graphs", RuntimeError)
 _set_strategy = private("torch._C._dynamo.eval_frame.set_code_exec_strategy", "keep the compiler out")
 _Strategy = private("torch._C._dynamo.eval_frame._FrameExecStrategy", "keep the compiler out")
@@ -383,11 +382,6 @@ def is_profiler_enabled() -> bool:
     It asks about the process: a profiler of all threads leaves no mark in the state of a single thread.
     """
     return bool(getattr(profiler, "_is_profiler_enabled", False))
-
-
-def profiler_of_all_threads() -> Any:
-    """The ``experimental_config`` of a profiler that records all threads."""
-    return _ProfilerOptions(profile_all_threads=True)
 
 
 def not_traced(function: F) -> F:

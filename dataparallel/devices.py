@@ -29,15 +29,6 @@ def accelerator_type() -> str | None:
     return None if accelerator is None else accelerator.type
 
 
-def are_initialized() -> bool:
-    """True if the process has used accelerators. Asking is no use: ``CUDA_VISIBLE_DEVICES`` may be set afterwards."""
-    accelerator = torch.accelerator.current_accelerator(check_available=False)
-    if accelerator is None:
-        return False
-    module = torch.get_device_module(accelerator)
-    return not hasattr(module, "is_initialized") or module.is_initialized()
-
-
 def device_count(device_type: str) -> int:
     """The number of devices of ``device_type``; 0 for a type that the machine lacks."""
     return torch.accelerator.device_count() if device_type == accelerator_type() else 0

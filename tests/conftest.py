@@ -233,6 +233,15 @@ def root(slots: list) -> torch.device:
 
 
 @pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is freed is freed by reference counting."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
 def warnings_are_errors() -> Iterator[None]:
     """Those that torch shows once for a process too."""
     before = torch.is_warn_always_enabled()

@@ -1,7 +1,7 @@
 """Training steps of several models, in a process of its own: what they launch, copy, allocate and return.
 
 ``python -m planned_steps True NAME...`` runs these models with kernels, ``False`` without, and prints the figures as
-JSON. ``nogpu/simulated/test_skipped.py`` compares the two.
+JSON. The models are those of `graphed_models`. ``nogpu/simulated/test_skipped.py`` compares the two.
 """
 
 from __future__ import annotations
@@ -15,101 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
 
 from dataparallel import DataParallel
 from dataparallel.composable import replicate
+from dataparallel.testing.steps import mean_square_loss
+from graphed_models import MODELS
 from nogpu import simulate
+from sharded_steps import on_device
 
 SLOTS = 3
-
-
-class Images(nn.Sequential):
-    """Residual blocks with BatchNorm between poolings."""
-
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
-            self.conv2, self.bn2 = nn.Conv2d(width, width, 1), nn.BatchNorm2d(width)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.relu(x + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)), inplace=True))))
-
-    def __init__(self) -> None:
-        stem = [
-            nn.Conv2d(3, 8, 7, stride=2, padding=3, bias=False),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.MaxPool2d(3, 2, 1),
-        ]
-        middle = [self.Block(8), nn.AvgPool2d(2), nn.GroupNorm(2, 8), self.Block(8)]
-        super().__init__(*stem, *middle, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
-
-
-class Attention(nn.Module):
-    """Causal if asked, with a mask for padding otherwise."""
-
-    def __init__(self, width: int, heads: int, causal: bool) -> None:
-        super().__init__()
-        self.heads, self.causal = heads, causal
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        attended = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal)
-        return self.proj(attended.transpose(1, 2).flatten(2))
-
-
-class Tokens(nn.Module):
-    """Blocks of attention: like GPT if causal, with tied embeddings; like BERT otherwise, with a mask and dropout."""
-
-    def __init__(self, causal: bool, width: int = 16, blocks: int = 2) -> None:
-        super().__init__()
-        self.causal = causal
-        self.tokens, self.positions = nn.Embedding(32, width), nn.Embedding(12, width)
-        self.blocks = nn.ModuleList()
-        for _ in range(blocks):
-            block = nn.ModuleDict({"ln1": nn.LayerNorm(width), "attention": Attention(width, 2, causal)})
-            block["ln2"] = nn.LayerNorm(width)
-            block["mlp"] = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-            block["dropout"] = nn.Dropout(0.0 if causal else 0.1)
-            self.blocks.append(block)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 32, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        mask = None if self.causal else (tokens != 0)[:, None, None, :]
-        for block in self.blocks:
-            x = x + block["dropout"](block["attention"](block["ln1"](x), mask))
-            x = x + block["dropout"](block["mlp"](block["ln2"](x)))
-        return self.head(self.norm(x))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(32, 8, padding_idx=0)
-        self.layers, self.head = nn.LSTM(8, 6, num_layers=2, bidirectional=True, dropout=0.3), nn.Linear(12, 32)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.layers(self.embedding(tokens).transpose(0, 1))[0].transpose(0, 1))
-
-
-def images() -> Tensor:
-    return torch.randn(7, 3, 32, 32)
-
-
-def tokens() -> Tensor:
-    return torch.randint(0, 32, (7, 12))
-
-
-class Case(NamedTuple):
-    build: Callable[[], nn.Module]
-    batch: Callable[[], Tensor]
-    optimizer: Callable[..., torch.optim.Optimizer]
-    autocast: bool = False
-    training: bool = True
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -120,15 +35,23 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, foreach=True)
 
 
+class Case(NamedTuple):
+    model: str
+    optimizer: Callable[..., torch.optim.Optimizer]
+    memory_format: torch.memory_format = torch.preserve_format
+    autocast: bool = False
+    training: bool = True
+
+
 CASES = {
-    "images": Case(Images, images, sgd),
-    "images-channels_last": Case(lambda: Images().to(memory_format=torch.channels_last), images, sgd),
-    "images-autocast": Case(Images, images, adam, autocast=True),
-    "images-eval": Case(Images, images, sgd, training=False),
-    "gpt": Case(lambda: Tokens(True), tokens, adam),
-    "gpt-autocast": Case(lambda: Tokens(True), tokens, torch.optim.AdamW, autocast=True),
-    "bert": Case(lambda: Tokens(False), tokens, adam),
-    "lstm": Case(Recurrent, tokens, sgd),
+    "images": Case("resnet", sgd),
+    "images-channels_last": Case("resnet", sgd, torch.channels_last),
+    "images-autocast": Case("resnet", adam, autocast=True),
+    "images-eval": Case("resnet", sgd, training=False),
+    "gpt": Case("gpt with tied weights", adam),
+    "gpt-autocast": Case("gpt with tied weights", torch.optim.AdamW, autocast=True),
+    "bert": Case("bert", adam),
+    "lstm": Case("lstm and gru", sgd),
 }
 
 
@@ -136,41 +59,39 @@ def described(tensor: Tensor) -> list[Any]:
     return [list(tensor.shape), list(tensor.stride()), str(tensor.dtype), str(tensor.device)]
 
 
-def step(case: Case, model: Any, x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-    with torch.autocast("sim", torch.bfloat16, enabled=case.autocast):
-        output = model(x)
-        target = torch.zeros(output.shape[:-1], dtype=torch.int64, device=output.device)
-        loss = F.cross_entropy(output.flatten(0, -2), target.flatten()) + F.mse_loss(output, torch.zeros_like(output))
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return output
+def in_float(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, tree)
 
 
 def figures(case: Case, wrap: Callable[[nn.Module], Any], devices: list[torch.device]) -> dict[str, Any]:
     """Of two steps, because the first one makes what later ones use again."""
-    torch.manual_seed(0)
     gc.collect()
     start = [torch.sim.memory_allocated(device) for device in devices]
-    module = case.build().to(devices[0]).train(case.training)
+    module = on_device(MODELS[case.model].build, devices[0]).float().train(case.training)
+    module.to(memory_format=case.memory_format)
     model, optimizer = wrap(module), case.optimizer(module.parameters())
-    x = case.batch()
+    args, kwargs = in_float(MODELS[case.model].batch(7, 0))
     result: dict[str, Any] = {}
     for number in range(2):
         for device in devices:
             torch.sim.reset_peak_memory_stats(device)
         with torch.sim.counted() as counts:
-            output = step(case, model, x, optimizer)
+            with torch.autocast("sim", torch.bfloat16, enabled=case.autocast):
+                output = model(*args, **kwargs)
+                loss = mean_square_loss(output)
+            loss.backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
             for device in devices:
                 torch.sim.synchronize(device)
         result |= {
             f"launches {number}": counts.launches,
             f"copied {number}": sorted((origin, target, size) for (origin, target), size in counts.copied.items()),
-            f"output {number}": described(output),
+            f"output {number}": [described(leaf) for leaf in tree_leaves(output)],
             f"gradients {number}": {name: described(p.grad) for name, p in module.named_parameters()},
             f"peak {number}": [torch.sim.max_memory_allocated(d) - s for d, s in zip(devices, start, strict=True)],
         }
-        del output
+        del output, loss
         optimizer.zero_grad()
         gc.collect()
         result[f"memory {number}"] = [torch.sim.memory_allocated(d) - s for d, s in zip(devices, start, strict=True)]
@@ -203,6 +124,10 @@ def operators() -> dict[str, Callable[[], Any]]:
         "pad": lambda: F.pad(images, (1, 1, 1, 1), mode="reflect"),
         "eig": lambda: torch.linalg.eig(made(3, 3).detach()),
         "attention": lambda: F.scaled_dot_product_attention(*(made(1, 2, 4, 8) for _ in range(3))),
+        "cross entropy": lambda: F.cross_entropy(made(4, 8), torch.zeros(4, dtype=torch.int64, device=device)),
+        "pools": lambda: F.avg_pool2d(F.max_pool2d(made(2, 8, 9, 9), 3, 2, 1), 2).relu_(),
+        "dropout": lambda: F.dropout(made(4, 8), 0.1) + F.dropout(made(4, 8), 0.0),
+        "lstm": lambda: nn.LSTM(8, 6, 2, bidirectional=True, dropout=0.3, device=device)(made(4, 3, 8))[0],
         "mask": lambda: F.scaled_dot_product_attention(*(made(1, 2, 4, 8) for _ in range(3)), made(4, 4).detach()),
     }
     for name, normalise in {

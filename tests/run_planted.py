@@ -1,4 +1,4 @@
-"""Runs small programs on a stand-in, each with its fault and without it: a process of `test_planted_faults`.
+"""Runs small programs, each with its fault and without it: a process of `test_planted_faults`, for a kind of devices.
 
 It reads a list of programs from its input, and writes what each variant raised, or nothing, to its output.
 """
@@ -11,11 +11,20 @@ import traceback
 
 from nogpu import cuda
 
-cuda.stand_in(8)
+KIND = sys.argv[1]
+if KIND == "cuda":
+    cuda.stand_in(8)
 
 import torch  # noqa: E402
 
-A, B, C = (torch.device("cuda", index) for index in range(3))
+if KIND == "sim":
+    from nogpu import simulate
+
+    simulate(8)
+
+A, B = (torch.device(KIND, index) for index in range(2))
+DEVICE = torch.get_device_module(KIND)
+check_clocks = torch.sim.check_clocks if KIND == "sim" else cuda.check_clocks
 
 
 def variants(program):
@@ -28,35 +37,35 @@ def variants(program):
 
 def names():
     """What a program finds. Everything is done when it starts."""
-    torch.cuda.set_device(A)
+    DEVICE.set_device(A)
     x = torch.arange(1000.0, device=A)
     found = {
         "torch": torch,
-        "cuda": cuda,
+        "device": DEVICE,
         "threading": threading,
-        "rt": Raw(),
         "a": A,
         "b": B,
-        "on": torch.cuda.stream,
+        "on": DEVICE.stream,
         "x": x,
         "y": torch.empty_like(x),
         "m": torch.zeros(30, 30, device=A),
         "on_b": torch.zeros(1000, device=B),
         "h": torch.zeros(1000, pin_memory=True),
-        "main": torch.cuda.default_stream(A),
-        "side": torch.cuda.Stream(A),
-        "third": torch.cuda.Stream(A),
-        "side_b": torch.cuda.Stream(B),
-        "Event": torch.cuda.Event,
-        "steady": steady,
+        "main": DEVICE.default_stream(A),
+        "side": DEVICE.Stream(A),
+        "third": DEVICE.Stream(A),
+        "side_b": DEVICE.Stream(B),
+        "Event": DEVICE.Event,
     }
+    if KIND == "cuda":
+        found |= {"cuda": cuda, "rt": Raw(), "steady": steady}
     wait()
     return found
 
 
 def wait():
     for device in (A, B):
-        torch.cuda.synchronize(device)
+        DEVICE.synchronize(device)
 
 
 def steady(counts):
@@ -115,16 +124,17 @@ def raised(program):
     space = names()
     try:
         exec(compile(program, "planted.py", "exec"), space)
-        cuda.check_clocks()
+        check_clocks()
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
         return f"{type(error).__name__}: {error}"
     finally:
-        Raw().cudaGetLastError()  # what a call has left that nobody looked at
+        if KIND == "cuda":
+            Raw().cudaGetLastError()  # what a call has left that nobody looked at
         wait()
         space.clear()
         with contextlib.suppress(RuntimeError):  # what comes after the first
-            cuda.check_clocks()
+            check_clocks()
         wait()
     return None
 

@@ -62,7 +62,6 @@ def first_the_file(package, name):
 
 def first_others(package, name):
     import dataparallel.composable, dataparallel.testing.pytest, nogpu.simulated
-    import dataparallel.tracing.block
     return is_right(package, name)
 
 def first_the_file_and_then_the_name(package, name):

@@ -31,7 +31,6 @@ FLOORS = """
     batch_types        how users register types
     ─── what users call
     integrations       other libraries: trainers that use slots, and programs that use torch.nn.DataParallel
-    tracing            where the time of a step went, and what the machine has
     forms              DataParallel, replicate, fully_shard, and what each keeps between calls
     call               the four stages of a call, in a row
     nn                 modules whose replicas talk to each other
@@ -51,7 +50,7 @@ FLOORS = """
     samples            the mark of a list with one entry for each sample
     replica_parameter  the class of a replica's parameters
     optimizer_steps    what runs before the steps of all optimizers
-    profiling          named ranges, and who records them
+    profiling          named ranges, which a profiler of torch shows
     user_warnings      warnings at the line of the user's code
     devices            which devices a caller may pass
     forks              what begins anew in a forked child

@@ -124,9 +124,6 @@ def sharded() -> None:
 
 def tools() -> None:
     model = DataParallel(Net(), SLOTS)
-    with dataparallel.trace() as trace:
-        model(x).sum().backward()
-    assert_type(trace.advice, list[str])
     with dataparallel.replace_torch() as replacement:
         assert_type(replacement.report(), str)
     replicas = dataparallel.replicate(model.module, SLOTS)

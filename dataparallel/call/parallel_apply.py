@@ -126,7 +126,7 @@ def run_replicas(
     meeting = Meeting(slots, peer_call, is_serial(serial))
     if len(calls) > 1 or peer_call is not None:  # otherwise the only replica meets no other
         calls = [partial(meeting.run_replica, slot, call) for slot, call in enumerate(calls)]
-    calls = [*in_ranges(calls, slots)]
+    calls = [*in_ranges(calls)]
     state = CallerState(slots)
     at_once, groups = (1, None) if meeting.is_serial else _permits_and_groups(modules[0], slots, state, workers)
     worker_tasks = [partial(state.run_in_worker, slot, call) for slot, call in enumerate(calls)]

@@ -90,7 +90,7 @@ def next_steps(devices: Sequence[torch.device]) -> list[tuple[str, str]]:
     return [
         ("in your script", script),
         ("does it work here", "python -m dataparallel --check"),
-        ("if it is slow", "with dataparallel.trace(): ...  # around a few steps: prints where their time went"),
+        ("if it is slow", "torch.profiler around a few steps shows the library's ranges: docs/guide/performance.rst"),
         ("in your tests", "nogpu.simulate(4)  # four simulated accelerators"),
         ("to read", "docs/guide/training.rst, docs/coming_from.rst, docs/guide/examples.rst of the checkout"),
     ]

@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -15,8 +15,7 @@ import torch
 
 from dataparallel.integrations import torch_wrapper
 from dataparallel.integrations.machine import description
-from dataparallel.integrations.replacement import Replacement, replace_torch
-from dataparallel.tracing import Trace
+from dataparallel.integrations.replacement import replace_torch
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -25,73 +24,28 @@ def main(arguments: Sequence[str]) -> None:
     is_module = options.module is not None
     program = options.module if is_module else options.program
     if not program:
-        if options.report or is_module:
-            parser.error("--report and -m need a program: python -m dataparallel --report SCRIPT")
+        if is_module:
+            parser.error("-m needs a program: python -m dataparallel -m MODULE")
         print(description())
         return
-    with ExitStack() as stack:
-        replacement = stack.enter_context(replace_torch())
-        times = FewCalls() if options.report else None
-        # Printed after the trace has ended, and also if the program fails or exits.
-        stack.callback(lambda: print(_what_happened(replacement, times), end="", file=sys.stderr))
-        if times is not None:
-            stack.enter_context(times)
-        _run(program, is_module)
-
-
-_SETTLED, _ENOUGH = 4, 14
-
-
-class FewCalls:
-    """A trace of a few calls of a program: the fourth to the thirteenth or, if there are fewer, the first three.
-
-    A profile of a whole training would fill the memory, and the first calls allocate and compile. By the first call a
-    program has chosen its devices. ``table``: what to print.
-    """
-
-    def __init__(self) -> None:
-        self.table = "Where the time goes is not known: there was no call of DataParallel or data_parallel."
-        self._name = ""
-        self._trace: Trace | None = None
-
-    def __enter__(self) -> FewCalls:
-        torch_wrapper.counts.before_call = self._before_call
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        torch_wrapper.counts.before_call = None
-        self._switch(False, error)
-
-    def _before_call(self, name: str, number: int) -> None:
-        if name in ("DataParallel.forward", "data_parallel") and self._name in ("", name):
-            self._name = name
-            if number in (1, _SETTLED, _ENOUGH):
-                self._switch(number != _ENOUGH)
-
-    def _switch(self, begins: bool, error: Sequence[Any] = (None, None, None)) -> None:
-        trace, self._trace = self._trace, None
+    with replace_torch():
         try:
-            if trace is not None:
-                trace.__exit__(*error)
-                self.table = f"Where the time of a few calls of {self._name} went:\n{trace}"
-            if begins:
-                self._trace = Trace(prints=False).__enter__()
-        except RuntimeError as failure:  # the program has a profiler of its own, for example
-            self.table = f"Where the time goes is not known: {failure}."
+            _run(program, is_module)
+        finally:  # also if the program fails or exits
+            print(_what_happened(), end="", file=sys.stderr)
 
 
-def _what_happened(replacement: Replacement, times: FewCalls | None) -> str:
-    """What a program's reader has to know at its end. Without ``--report`` that is nothing, if the library was used."""
+def _what_happened() -> str:
+    """What a program's reader has to know at its end: nothing, if the library was used."""
     calls = torch_wrapper.counts.calls
-    report = "" if times is None or not calls else f"\n{replacement.report()}\n\n{times.table}\n"
     if not calls:
         what = "the program called neither torch.nn.DataParallel nor its relatives, and ran as it is"
     elif torch_wrapper.WITHOUT_SLOTS in calls:
         what = "a DataParallel without slots ran its model as it is"
     else:
-        return report
+        return ""
     return (
-        f"{report}\ndataparallel: {what}; here are {torch.cuda.device_count()} GPUs. To try two replicas on the CPU: "
+        f"\ndataparallel: {what}; here are {torch.cuda.device_count()} GPUs. To try two replicas on the CPU: "
         'torch.nn.DataParallel(model, device_ids=["cpu", "cpu"])\n'
     )
 
@@ -142,7 +96,6 @@ def _parser() -> argparse.ArgumentParser:
         "this machine; with --check alone, checks it (--check --help). Options go before the program; what follows it "
         "is for the program.",
     )
-    parser.add_argument("--report", action="store_true", help="print at the end what was replaced, and where time went")
     parser.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, help="a module, as for python -m, with arguments"
     )

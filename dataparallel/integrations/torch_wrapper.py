@@ -49,14 +49,10 @@ class FallbackCounts:
         self._lock = threading.Lock()
         self.calls: Counter[str] = Counter()
         self.fallbacks: Counter[str] = Counter()
-        self.before_call: Callable[[str, int], object] | None = None  # gets the name and the number of each call
 
     def note_call(self, name: str) -> None:
         with self._lock:
             self.calls[name] += 1
-            number = self.calls[name]
-        if self.before_call is not None:
-            self.before_call(name, number)
 
     def note_fallback(self, rule: str) -> bool:
         """Counts a call that follows a rule of torch. Returns true the first time."""

@@ -11,12 +11,13 @@ import os
 import sys
 import time
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from dataparallel.comm.streams.current import DeviceClock, Marks
+from dataparallel.comm.streams.current import Event
 
 FEW = 2
 WARM_UP = 2  # the first calls of a kind allocate memory and choose kernels, so they are not measured
@@ -33,6 +34,29 @@ def cores() -> int:
 def has_lock() -> bool:
     """True if only one thread at a time runs Python. A free-threaded Python may get its lock back at any import."""
     return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
+
+
+Marks: TypeAlias = "dict[Any, Event]"
+"""A timed event on the stream of each device."""
+
+
+def marks_on(streams: Mapping[Any, torch.Stream]) -> Marks:
+    """An event on each stream; none where a backend has no events with times."""
+    with suppress(RuntimeError):
+        return {key: Event(stream, timed=True) for key, stream in streams.items()}
+    return {}
+
+
+def have_passed(marks: Marks) -> bool:
+    """True if the devices have passed all of these marks. The host does not wait."""
+    return all(event.has_passed() for event in marks.values())
+
+
+def seconds_between(begin: Marks, end: Marks) -> float:
+    """Those of the slowest device, its waits included, or 0 where no event has a time. All marks have been passed."""
+    with suppress(RuntimeError):
+        return max((begin[key].seconds_until(end[key]) for key in begin.keys() & end.keys()), default=0.0)
+    return 0.0
 
 
 class _Kind:
@@ -72,7 +96,7 @@ class Permits:
     """How many replicas run at a time, for one form. ``largest``: how many could run at a time in any call so far."""
 
     def __init__(self) -> None:
-        self.largest, self._clock, self._kinds, self._training = 1, DeviceClock(), dict[Hashable, _Kind](), object()
+        self.largest, self._kinds, self._training = 1, dict[Hashable, _Kind](), object()
         self._unread: tuple[CallPermits, Marks, float] | None = None  # of a call that devices may still compute
         self._begun = self._ended = 0  # numbers of calls
 
@@ -94,17 +118,16 @@ class Permits:
         """
         if training != self._training or len(self._kinds) > KINDS:
             self._training, self._kinds, self._unread = training, {}, None
-        if (unread := self._unread) is not None and self._clock.have_passed(unread[1]):
+        if (unread := self._unread) is not None and have_passed(unread[1]):
             (call, after, by_host), self._unread = unread, None
-            by_devices = self._clock.seconds(call.before or {}, after).values()
-            call.kind.note(call.number, max(by_devices, default=0.0), by_host)
+            call.kind.note(call.number, seconds_between(call.before or {}, after), by_host)
         self.largest, self._begun = max(self.largest, at_once), self._begun + 1
         known = self._kinds.get((kind, at_once)) or _Kind(at_once, on_cpu=not streams)
         self._kinds[kind, at_once], known.calls, times, before = known, known.calls + 1, known.times, None
         number = 1 if compiles and known.calls == 1 else known.number
         if times and known.calls > WARM_UP and self._unread is None and self._ended == self._begun - 1:
             number = min(times, key=lambda tried: len(times[tried]))
-            before = self._clock.marks(streams)
+            before = marks_on(streams)
         patience = max(STALL_TIMEOUT, STALL_CALLS * known.shortest) if number < at_once else None
         return CallPermits(number, patience, known, self._begun, streams, before, time.perf_counter())
 
@@ -114,6 +137,6 @@ class Permits:
         if stalled and known.shortest > 0.0:
             known.number, known.times = known.at_once, {}  # none takes several times as long as all did: they wait
         elif call.before is not None and not stalled and self._begun == call.turn:  # no other call has begun
-            self._unread = call, self._clock.marks(call.streams), seconds
+            self._unread = call, marks_on(call.streams), seconds
         seconds -= (call.stall_timeout or 0.0) * stalled
         known.shortest = min(known.shortest or seconds, seconds)

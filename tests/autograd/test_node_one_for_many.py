@@ -140,37 +140,18 @@ def test_a_head_that_no_loss_needs_has_no_gradient(form: Any, slots: list, root:
 
 
 @pytest.mark.devices("cpu")
-class TestSharing:
-    """Numbers are positions of outputs."""
-
-    @staticmethod
-    def of(*tensors: Tensor) -> list[list[int]]:
-        return groups_that_share([tensor.grad_fn for tensor in tensors])
-
-    @pytest.fixture
-    def x(self) -> Tensor:
-        return torch.ones(3, requires_grad=True)
-
-    def test_a_node_that_has_saved_something(self, x: Tensor) -> None:
-        h = x.exp()
-        assert self.of(h * 2, h * 3, x.sin()) == [[0, 1]]
-
-    def test_several_groups(self, x: Tensor) -> None:
-        a, b = x.exp(), x.sin()
-        assert self.of(a.sum(), b.sum(), b * 2, a * 2) == [[0, 3], [1, 2]]
-
-    def test_nothing_that_has_saved_something(self, x: Tensor) -> None:
-        h = x + 1
-        assert self.of(h.exp(), h.sin()) == []
-
-    def test_functions_of_users_are_shared_by_all_or_stay_alone(self, x: Tensor) -> None:
-        h = x.exp()
-        assert self.of(h * 2, Doubles.apply(h * 3), h.sum()) == [[0, 2]]
-        assert self.of(h * 2, Doubles.apply(h)) == []
-        shared = Doubles.apply(h)
-        assert self.of(shared.sin(), shared.cos()) == [[0, 1]]
-
-    def test_without_the_order_of_nodes_what_is_shared_is_found_too(self, x: Tensor, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("are_ordered", [True, False])
+def test_what_is_shared_is_found_with_and_without_the_order_of_nodes(are_ordered: bool, monkeypatch: Any) -> None:
+    """Numbers are positions of outputs. ``x + 1`` has saved nothing; functions of users are shared by all or none."""
+    if not are_ordered:
         monkeypatch.setattr(_torch, "sequence_nr", lambda node: 0)
-        h = x.exp() + 1
-        assert self.of(h.sum(), x.cos(), (h + 2).sum()) == [[0, 2]]
+    x = torch.ones(3, requires_grad=True)
+    a, b, h = x.exp(), x.sin(), x + 1
+    for tensors, expected in (
+        ([a.sum(), b.sum(), b * 2, (a + 2) * 2], [[0, 3], [1, 2]]),
+        ([h.exp(), h.sin()], []),
+        ([a * 2, Doubles.apply(a * 3), a.sum()], [[0, 2]]),
+        ([a * 2, Doubles.apply(a)], []),
+        ([(y := Doubles.apply(a)).sin(), y.cos()], [[0, 1]]),
+    ):
+        assert groups_that_share([tensor.grad_fn for tensor in tensors]) == expected

@@ -1,12 +1,5 @@
-"""The four stages: what a user overrides is called as torch calls it, whatever the engine would do.
+"""The four stages: what a user overrides is called as torch calls it, whatever the engine would do."""
 
-Replicas that lead back to themselves are freed when the call ends.
-"""
-
-import gc
-import weakref
-from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import numpy
@@ -15,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from memory import soon
 
 
 @pytest.fixture
@@ -54,40 +46,3 @@ def test_a_dimension_is_any_integer(net: nn.Module, slots: list, x: Tensor) -> N
     for wrong in (True, 0.0, "0"):
         with pytest.raises(TypeError, match=f"dim={wrong!r}: expected an int"):
             DataParallel(net, slots, dim=wrong)  # type: ignore[arg-type]
-
-
-class Circular(nn.Module):
-    """An attribute leads back to it. It notes its replicas."""
-
-    def __init__(self, fails: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.fails, self.seen = fails, list[weakref.ref[nn.Module]]()
-        self.above = [self]
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.above[0] is self
-        self.seen.append(weakref.ref(self))
-        if self.fails:
-            raise ZeroDivisionError
-        output: Tensor = self.layer(x)
-        return output
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("fails", [False, True])
-def test_circular_replicas_are_freed_with_their_call(fails: bool, slots: list, root: torch.device, x: Tensor) -> None:
-    net = Circular(fails).to(root)
-    model = DataParallel(net, slots)
-    with torch.no_grad(), pytest.raises(ZeroDivisionError) if fails else nullcontext():
-        model(x)
-    assert net.seen
-    assert soon(lambda: all(replica() in (None, net) for replica in net.seen))

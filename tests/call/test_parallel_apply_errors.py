@@ -1,12 +1,10 @@
 """Errors of replicas: which one is raised, what its notes say, and which memory is free afterwards."""
 
-import contextlib
-import gc
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -139,16 +137,6 @@ def test_errors_in_backward_come_from_backward(serial: bool, slots: list, root: 
     torch.testing.assert_close(module.weight.grad, torch.full((2, 3), 6.0, device=root))
 
 
-@contextlib.contextmanager
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 class Fails(nn.Module):
     """Makes activations, then fails in the replicas for whose slot number, the first value of x, ``where`` is true."""
 
@@ -186,6 +174,7 @@ def alive(made: list[weakref.ref]) -> list[str]:
     return [type(reference()).__name__ for reference in made if reference() is not None]
 
 
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("where", [lambda slot: slot == 0, lambda slot: slot == 2, lambda slot: True])
 @pytest.mark.parametrize("options", [{}, {"workers": 3}, {"workers": 1}, {"serial": True}], ids=str)
 def test_memory_of_a_failed_call_is_free_after_except(
@@ -193,14 +182,14 @@ def test_memory_of_a_failed_call_is_free_after_except(
 ) -> None:
     module = Fails(where).to(root)
     model, x = DataParallel(module, slots, **options), numbered(slots)
-    with no_collector():
-        for _ in range(5):
-            module.made.clear()
-            fail(model, x)
-            assert module.made
-            assert soon(lambda: alive(module.made) == [])
+    for _ in range(5):
+        module.made.clear()
+        fail(model, x)
+        assert module.made
+        assert soon(lambda: alive(module.made) == [])
 
 
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize(("outer", "inner"), [({}, {}), ({"workers": 3}, {"serial": True}), ({"serial": True}, {})])
 def test_memory_of_a_failed_nested_call_is_free_too(outer: dict, inner: dict, slots: list, root: torch.device) -> None:
     failing = Fails(lambda slot: slot == 1).to(root)
@@ -210,13 +199,12 @@ def test_memory_of_a_failed_nested_call_is_free_too(outer: dict, inner: dict, sl
             return parallel_apply([failing, failing], [x.to(root)] * 2, devices=[root] * 2, **inner)[0]
 
     model, x = DataParallel(Nests(), slots, **outer), numbered(slots)
-    with no_collector():
-        for _ in range(5):
-            failing.made.clear()
-            fail(model, x)
-            assert failing.made
-            # The module and its weight are the user's here, not replicas.
-            assert soon(lambda: {*alive(failing.made)} <= {"Fails", "Parameter"})
+    for _ in range(5):
+        failing.made.clear()
+        fail(model, x)
+        assert failing.made
+        # The module and its weight are the user's here, not replicas.
+        assert soon(lambda: {*alive(failing.made)} <= {"Fails", "Parameter"})
 
 
 @serial_or_not

@@ -1,6 +1,5 @@
 """Gradients that wait on slots are added once; if the user throws a ``.grad`` away, they are dropped."""
 
-import gc
 import time
 import weakref
 from collections.abc import Callable
@@ -118,6 +117,7 @@ def test_hooks_see_the_complete_sum(both: Any) -> None:
 
 
 @freed_later
+@pytest.mark.usefixtures("no_collector")
 def test_what_is_dropped_is_freed_without_a_collection(slots: list, root: torch.device) -> None:
     net = build(root)
     wrapped = with_kept_replicas(net, slots)
@@ -125,15 +125,11 @@ def test_what_is_dropped_is_freed_without_a_collection(slots: list, root: torch.
         tensors_of(wrapped).sums.are_on = are_on
         loss(wrapped(numbers(root, 2 * len(slots)))).backward()
     parameter, sums = weakref.ref(net.first.weight), weakref.ref(tensors_of(wrapped).sums)
-    gc.disable()
-    try:
-        del net, wrapped
-        until = time.monotonic() + 5  # a thread of the engine may be late to drop a graph
-        while (parameter() is not None or sums() is not None) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert (parameter(), sums()) == (None, None)
-    finally:
-        gc.enable()
+    del net, wrapped
+    until = time.monotonic() + 5  # a thread of the engine may be late to drop a graph
+    while (parameter() is not None or sums() is not None) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert (parameter(), sums()) == (None, None)
 
 
 class Sometimes(nn.Module):

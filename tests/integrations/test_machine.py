@@ -17,7 +17,7 @@ def test_it_has_a_line_for_each_fact_and_ends_with_what_to_do_next(monkeypatch):
     assert "accelerator   none\n" in text
     assert "\ntensors " not in text  # nothing has to travel
     _, what_next = text.split("\nwhat to do next\n")
-    for words in ("dataparallel.trace()", "simulate(4)", "docs/coming_from.rst"):
+    for words in ("torch.profiler", "simulate(4)", "docs/coming_from.rst"):
         assert words in what_next
 
 

@@ -8,7 +8,7 @@ import gc
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from dataparallel import DataParallel
 from freed_later import freed_later
 
-pytestmark = [pytest.mark.usefixtures("no_collector"), freed_later]
+pytestmark = freed_later
 
 
 class Straight(nn.Module):
@@ -70,30 +70,26 @@ class Watch(NamedTuple):
         return sum(bool(vars(module)) for ref in self.replicas if (module := ref()) is not None)
 
 
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    # The first checkpoint of a process imports the compiler, and circles made by that hold the frames of the call.
+@pytest.fixture(autouse=True)
+def another_checkpoint_was_first(no_collector: None) -> None:
+    """That of a process imports the compiler, and circles made by that hold the frames of the call."""
     checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
     gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
-@pytest.fixture
-def watch(slots: list, root: torch.device) -> Callable[[nn.Module], Watch]:
+class OwnStage(DataParallel):
+    def replicate(self, *args: Any) -> Any:
+        return super().replicate(*args)
+
+
+@pytest.fixture(params=[DataParallel, OwnStage])
+def watch(request: pytest.FixtureRequest, slots: list, root: torch.device) -> Callable[[nn.Module], Watch]:
     """A function from a module to a wrapper under watch."""
 
     def make(module: nn.Module) -> Watch:
         seen: list[weakref.ref] = []
-
-        class Watched(DataParallel):
-            def replicate(self, *args: Any) -> Any:
-                replicas = super().replicate(*args)
-                seen.extend(weakref.ref(each) for replica in replicas for each in replica.modules())
-                return replicas
-
-        return Watch(Watched(module.to(root), slots), seen)
+        module.register_forward_pre_hook(lambda replica, _: seen.extend(map(weakref.ref, replica.modules())))
+        return Watch(request.param(module.to(root), slots), seen)
 
     return make
 

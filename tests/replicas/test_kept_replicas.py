@@ -5,7 +5,6 @@ test_kept_replicas_frozen.
 """
 
 import functools
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from at_once import in_threads
 from dataparallel import DataParallel
 from nets import DOES, Net, build, on_one_device
 
@@ -138,22 +138,13 @@ def test_what_cannot_be_replicated_any_more_is_refused_at_the_next_forward(net, 
 def test_calls_from_several_threads(net, wrapped, root, without_graph) -> None:
     batches = [torch.randn(n, 4, dtype=torch.float64).to(root) for n in (3, 5, 7, 9)]
     expected = [on_one_device(net, batch) for batch in batches]
-    failed: list[BaseException] = []
 
-    def run(n: int) -> None:
-        try:
-            for _ in range(25):
-                with without_graph():
-                    torch.testing.assert_close(wrapped(batches[n]), expected[n], rtol=0, atol=1e-9)
-        except BaseException as error:
-            failed.append(error)
+    def run(n: int, _: object) -> None:
+        for _ in range(25):
+            with without_graph():
+                torch.testing.assert_close(wrapped(batches[n]), expected[n], rtol=0, atol=1e-9)
 
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    in_threads(4, run)
 
 
 @pytest.mark.devices("sim", "cuda")

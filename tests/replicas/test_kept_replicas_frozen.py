@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from at_once import in_threads
 from clocked import check_clocks
 from dataparallel import DataParallel
 from dataparallel.replicas.kept_replicas import MOST_FROZEN
@@ -132,26 +133,16 @@ def test_calls_that_run_at_a_time_have_replicas_of_their_own(slots, root, withou
     wrapped = DataParallel(module, slots, workers=len(slots))
     batch = torch.arange(2.0 * len(slots), device=root).view(-1, 2)
     expected = module.linear(batch).detach()
-    failed: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            for _ in range(5):
-                with without_graph():
-                    torch.testing.assert_close(wrapped(batch), expected)
-        except BaseException as error:
-            failed.append(error)
-            meet.abort()
+    def run(*_: object) -> None:
+        for _ in range(5):
+            with without_graph():
+                torch.testing.assert_close(wrapped(batch), expected)
 
     with wrapped.options.frozen():
-        pool = [threading.Thread(target=run) for _ in range(threads)]
-        for thread in pool:
-            thread.start()
-        for thread in pool:
-            thread.join()
+        in_threads(threads, run)
         gc.collect()
         assert len(seen) == MOST_FROZEN * len(slots)
-    assert failed == []
     gc.collect()
     assert not seen
 

@@ -1,7 +1,6 @@
 """Parts of a replica that somebody holds stay as they are in later calls; parts that nobody holds are freed."""
 
 import copy
-import gc
 import io
 import pickle
 import weakref
@@ -17,14 +16,6 @@ from dataparallel import DataParallel
 from freed_later import freed_later
 from memory import allocated
 from nets import HELD, HOLDS
-
-
-@pytest.fixture
-def no_collector():
-    gc.disable()
-    yield
-    gc.enable()
-
 
 # For each thing that can be held, how to get a parameter's value from it.
 WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {

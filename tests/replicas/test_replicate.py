@@ -188,13 +188,6 @@ def test_copies_without_autograd_are_objects_of_each_slot(order: int, slots: lis
     assert len(ids) == (1 + len(replicas)) * len([*source.parameters()])
 
 
-def test_gradients_are_summed_into_the_source(slots: list, root: torch.device) -> None:
-    source = nn.Linear(1, 1, bias=False).to(root)
-    for slot, replica in enumerate(replicate(source, slots)):
-        (replica.weight * 10**slot).sum().backward(retain_graph=True)
-    assert source.weight.grad.item() == 111
-
-
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "requires_grad_": (lambda net: net.weight.requires_grad_(False), "not a leaf. Set it on the source module"),
     "requires_grad": (lambda net: setattr(net.weight, "requires_grad", False), "not a leaf. Set it on the source"),

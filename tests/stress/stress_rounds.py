@@ -6,7 +6,6 @@ promises that any thread may, or it makes models that no other thread knows. It 
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -30,7 +29,6 @@ from stress_models import (
 )
 from torch import Tensor, nn
 
-import dataparallel
 from at_once import in_threads
 from dataparallel import DataParallel, peers, prefetch
 from dataparallel.composable import replicate
@@ -46,13 +44,11 @@ class World:
     Attributes:
         slots: of all models.
         models: which threads call at once; `renew` replaces them while calls of the old ones may still run.
-        one_trace: a process records one trace at a time.
         bits: of trainings that have ended, by what was trained: the same training has the same bits.
     """
 
     slots: Sequence[torch.device]
     models: list[SharedModel] = field(default_factory=list)
-    one_trace: Any = field(default_factory=threading.Lock)
     bits: dict[Any, list[Tensor]] = field(default_factory=dict)
 
     def renew(self, seed: int) -> None:
@@ -105,23 +101,6 @@ def prefetched(world: World, choose: Random) -> None:
     with torch.no_grad():
         for batch in prefetch(batches, shared.model, depth=choose.randint(1, 2)):
             same_bits(f"prefetched output of {shared.name}", shared.model(batch), shared.output)
-
-
-@round_of_stress(4)
-def traced(world: World, choose: Random) -> None:
-    """A trace of one thread records what all threads do."""
-    if not world.one_trace.acquire(blocking=False):
-        return
-    try:
-        with dataparallel.trace() as trace:
-            for _ in range(choose.randint(1, 3)):
-                call_shared(world, choose)
-                if choose.random() < 0.3:
-                    train(world, choose)
-        assert "forward" in str(trace)
-        assert math.isfinite(trace.seconds)
-    finally:
-        world.one_trace.release()
 
 
 # ---- models that one thread trains -----------------------------------------------------------------------------------

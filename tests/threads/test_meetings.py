@@ -1,6 +1,5 @@
 """Meetings: order, permits and groups, failures at any place, memory, threads that the system does not have."""
 
-import gc
 import time
 import weakref
 from collections.abc import Callable
@@ -58,6 +57,7 @@ def test_an_error_in_what_the_last_one_does_is_raised(way: dict[str, Any], toget
     assert call(lambda index: meet(value=index), **way) == [[0, 1, 2]] * 3
 
 
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("fault", ["disagree", "fail"])
 def test_memory_of_a_failed_call_is_free_without_the_garbage_collector(way: dict[str, Any], fault: str) -> None:
     class Activation:
@@ -72,17 +72,12 @@ def test_memory_of_a_failed_call_is_free_without_the_garbage_collector(way: dict
             raise ValueError
         meet(f"{fault} {index}" if fault == "disagree" else "all")
 
-    gc.collect()
-    gc.disable()
-    try:
-        with pytest.raises((RuntimeError, ValueError)):
-            call(forward, **way)
-        deadline = time.monotonic() + 5  # a worker may be about to leave the task
-        while any(reference() is not None for reference in held) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert [reference() for reference in held] == [None] * len(held)
-    finally:
-        gc.enable()
+    with pytest.raises((RuntimeError, ValueError)):
+        call(forward, **way)
+    deadline = time.monotonic() + 5  # a worker may be about to leave the task
+    while any(reference() is not None for reference in held) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [reference() for reference in held] == [None] * len(held)
 
 
 def test_a_replica_for_which_there_is_no_thread_wakes_the_others(

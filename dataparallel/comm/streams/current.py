@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, TypeAlias
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -266,37 +265,6 @@ def _make_wait(stream: torch.Stream, event: torch.Event) -> None:
         event.wait(stream)
     finally:
         go_back_to_device(before)
-
-
-Marks: TypeAlias = "dict[Any, Event]"
-"""A timed event for each device, or for each stream."""
-
-
-class DeviceClock:
-    """Records marks on streams, and measures the time between two marks. Any thread may use it.
-
-    A time includes the waits of a stream for other streams, and for a host that has launched nothing yet. A backend
-    without events that have times has no marks, or no seconds. This class has not run on GPUs.
-    """
-
-    @staticmethod
-    def marks(streams: Mapping[Any, torch.Stream]) -> Marks:
-        """An event on each stream."""
-        with suppress(RuntimeError):
-            return {key: Event(stream, timed=True) for key, stream in streams.items()}
-        return {}
-
-    @staticmethod
-    def seconds(begin: Marks, end: Marks) -> dict[Any, float]:
-        """The seconds between two marks, for each key that has both. The devices must have passed them."""
-        with suppress(RuntimeError):
-            return {key: begin[key].seconds_until(end[key]) for key in begin.keys() & end.keys()}
-        return {}
-
-    @staticmethod
-    def have_passed(marks: Marks) -> bool:
-        """True if the devices have passed all of these marks. The host does not wait."""
-        return all(event.has_passed() for event in marks.values())
 
 
 RECEIVING, SENDING = 0, 1

@@ -1,13 +1,14 @@
 """Results of the cupy transport are those of plain copies, and the kernels carry all flat buffers."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from alike import assert_alike, made
 from hypothesis import given
 from hypothesis import strategies as st
+from tensor_kinds import strides
 from torch import Tensor
 
 from clocked import check_clocks, timeline
@@ -17,6 +18,29 @@ from dataparallel.comm.routes import STAR
 pytestmark = [pytest.mark.slots(3), pytest.mark.devices("sim", "cuda")]
 
 KERNELS = Cupy()
+
+
+def made(device: torch.device | str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(4, 3, generator=generator) for _ in range(4)]
+    tensors += [torch.randn(5, 4, generator=generator).t()]
+    tensors += [torch.arange(7), torch.eye(3).to_sparse(), torch.randn(9, generator=generator).to(torch.bfloat16)]
+    tensors += [torch.randn(4, 3, generator=generator), torch.empty(0, 3), torch.tensor(3.0)]
+    tensors += [torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last)]
+    with_holes_and_repeats = [
+        torch.arange(10.0).to(device)[::2],
+        torch.randn(1, generator=generator).to(device).expand(6),
+    ]
+    return [tensor.to(device) for tensor in tensors] + with_holes_and_repeats
+
+
+def assert_alike(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for mine, theirs in zip(results, expected, strict=True):
+        assert (mine.device, mine.dtype, mine.shape) == (theirs.device, theirs.dtype, theirs.shape)
+        assert mine.layout == theirs.layout
+        if mine.layout is torch.strided:
+            assert strides(mine) == strides(theirs)
+        assert torch.equal(mine.to_dense().cpu(), theirs.to_dense().cpu())
 
 
 def test_one_slot_is_no_launch(peer_devices: list, launches: Counter) -> None:

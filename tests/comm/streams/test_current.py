@@ -5,7 +5,6 @@ Clocks show a missing order whatever the timing; GPUs only show wrong numbers, n
 
 import ast
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,9 +16,7 @@ from torch import Tensor, nn
 import dataparallel
 from backends_events import as_of_backend
 from dataparallel import DataParallel
-from dataparallel.comm.streams import current
 from dataparallel.comm.streams.current import (
-    DeviceClock,
     Event,
     GivenEvents,
     current_streams,
@@ -164,33 +161,3 @@ def test_two_threads_with_wrappers_and_streams_of_their_own(slots: list, root: t
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(steps) for _ in range(2)]:
             assert done.result(60) == {True}
-
-
-def test_the_seconds_between_marks_of_each_device(slots: list) -> None:
-    clock, streams = DeviceClock(), current_streams(slots)
-    before, begin = time.perf_counter(), clock.marks(streams)
-    for device in streams:
-        torch.ones(300, 300, device=device).mm(torch.ones(300, 300, device=device))
-    end = clock.marks(streams)
-    for device in streams:
-        torch.accelerator.synchronize(device)
-    whole = time.perf_counter() - before
-    found = clock.seconds(begin, end)
-    assert found.keys() == {*streams}
-    assert all(0 < seconds <= whole for seconds in found.values())
-
-
-def test_a_backend_without_times_has_no_seconds_or_no_marks(
-    root: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Timeless:
-        def seconds_until(self, later: object) -> float:
-            raise NotImplementedError("this backend has no times")
-
-    def untimed(*args: object, **options: object) -> None:
-        raise RuntimeError("this backend has no timed events")
-
-    mark = {torch.device("meta"): Timeless()}
-    assert DeviceClock.seconds(mark, mark) == {}  # type: ignore[arg-type]
-    monkeypatch.setattr(current, "Event", untimed)
-    assert DeviceClock.marks(current_streams([root])) == {}

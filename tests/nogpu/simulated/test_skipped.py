@@ -169,15 +169,11 @@ LONG_PROGRAMS = """
 import resource, torch
 from torch import nn
 from dataparallel.composable import replicate
+from dataparallel.testing import ModelArgs, Transformer
 from nogpu import simulate
-from planned_steps import Tokens
 
 devices = simulate(8, compute=False)
-with torch.device(devices[0]):
-    model = Tokens(True, 1600, 48)
-    model.tokens, model.positions = nn.Embedding(50257, 1600), nn.Embedding(1024, 1600)
-    model.head = nn.Linear(1600, 50257, bias=False)
-    model.head.weight = model.tokens.weight
+model = Transformer(ModelArgs(48, 50257, 1024, 1600, 25, dropout_p=0.0), device="meta").to_empty(device=devices[0])
 size = sum(p.numel() for p in model.parameters())
 assert size > 1.5e9
 replicate(model, devices=devices)

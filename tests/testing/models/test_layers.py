@@ -1,11 +1,10 @@
 """The small layers for tests of sharding: their parts, and that one seed gives the same weights everywhere."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
 
+from at_once import in_threads
 from dataparallel.composable import fully_shard
 from dataparallel.testing import MLP, RMSNorm, StackedMLP
 from dataparallel.testing.cases import generator
@@ -65,17 +64,13 @@ def test_each_slot_gets_the_same_weights(make, slots):
 
 @every_seeded
 def test_threads_that_build_at_the_same_time_get_the_same_weights(make):
-    made, start = [], threading.Barrier(4)
+    made = []
 
-    def build():
+    def build(_, start):
         start.wait()
         made.extend(make("cpu") for _ in range(20))
 
-    threads = [threading.Thread(target=build) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(4, build)
     assert len(made) == 80
     for other in made:
         assert_same_weights(made[0], other)

@@ -1,14 +1,21 @@
 """`on_processes`: what ranks are told and return, and how a run ends whose ranks fail."""
 
+import contextlib
+import json
 import os
 import random
+import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
 import unittest
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import shared_memory
+from pathlib import Path
 
-import faults
+import psutil
 import pytest
 import torch
 
@@ -66,13 +73,99 @@ def test_a_rank_is_like_a_new_process_of_this_one(monkeypatch, tmp_path, capsys)
     assert capsys.readouterr().out == "[rank 0] this is 0\n[rank 1] this is 1\n"
 
 
-@pytest.mark.parametrize("fault", faults.FAULTS)
+FAULTS = {
+    "raises": "raised ValueError: on purpose",
+    "exits": "left with exit code 3, without a word",
+    "leaves": "left with exit code 3, by SystemExit",
+    "is_killed": "was killed by SIGKILL",
+    "crashes": "was killed by SIGSEGV",
+    "hangs": "did not end within",
+    "floods": "wrote more than 64 MiB of output",
+}
+
+
+def fail(rank: Rank, fault: str, told: str | None = None) -> None:
+    """Rank 1 does it, while the others wait for it in a collective, or sleep if there is no process group."""
+    if rank.number == 1:
+        if told is not None:
+            leave_things(Path(told))
+        do(fault)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    else:
+        time.sleep(100)
+
+
+def do(fault: str) -> None:
+    if fault == "raises":
+        raise ValueError("on purpose")
+    if fault == "exits":
+        os._exit(3)
+    if fault == "leaves":
+        sys.exit(3)
+    if fault == "is_killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if fault == "hangs":
+        time.sleep(100)
+    for _ in range(100):
+        os.write(1, b"x" * 2**20)
+    time.sleep(100)
+
+
+def leave_things(told: Path) -> None:
+    """Starts processes, opens a port, makes a file and shared memory, and tells where."""
+    # One is in this rank's session, one in a session of its own.
+    started = [subprocess.Popen(["sleep", "100"], start_new_session=own).pid for own in (False, True)]
+    server = socket.create_server(("127.0.0.1", 0))
+    _, file = tempfile.mkstemp()
+    memory = shared_memory.SharedMemory(create=True, size=8)
+    text = json.dumps({"started": started, "port": server.getsockname()[1], "file": file, "memory": memory.name})
+    told.write_text(text)
+
+
+def left(told: Path) -> list[str]:
+    """Which of these things are still there."""
+    things = json.loads(told.read_text())
+    found = [f"process {process}" for process in things["started"] if psutil.pid_exists(process)]
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", things["port"]), 1):
+        found.append(f"port {things['port']}")
+    if Path(things["file"]).exists():
+        found.append(things["file"])
+    with contextlib.suppress(FileNotFoundError):
+        shared_memory.SharedMemory(things["memory"]).close()
+        found.append(f"shared memory {things['memory']}")
+    return found
+
+
+def children() -> set[int]:
+    """The processes below this one, without the fork server itself."""
+    server = start.server.process
+    below = {child.pid for child in psutil.Process().children(recursive=True)}
+    return below - ({server.pid} if server is not None else set())
+
+
+def listening() -> set[int]:
+    """The ports that this process and those below it listen at."""
+    found = set()
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            found |= {at.laddr.port for at in process.net_connections("inet") if at.status == psutil.CONN_LISTEN}
+    return found
+
+
+def descriptors() -> int:
+    return psutil.Process().num_fds()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_an_error_that_names_the_rank_and_the_reason(fault):
     began = time.monotonic()
     with pytest.raises(RanksFailed) as raised:
-        on_processes(faults.fail, fault, timeout=3 if fault == "hangs" else 30)
+        on_processes(fail, fault, timeout=3 if fault == "hangs" else 30)
     text = str(raised.value)
-    assert faults.FAULTS[fault] in text.partition("\n")[0]
+    assert FAULTS[fault] in text.partition("\n")[0]
     assert time.monotonic() - began < 20
     assert len(text) < 100_000
     if fault == "hangs":
@@ -96,28 +189,28 @@ def test_fifty_faulty_runs_leave_nothing(tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     kinds = ["raises"] * 13 + ["exits"] * 13 + ["is_killed"] * 12 + ["hangs"] * 8 + ["floods"] * 4
     shared = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-    before = faults.children(), faults.listening(), faults.descriptors()
+    before = children(), listening(), descriptors()
 
     def one(number: int) -> str:
         kind = kinds[number]
         told = str(tmp_path / f"{number}") if number % 6 == 0 else None
         try:
             on_processes(
-                faults.fail, kind, told, timeout=2 if kind == "hangs" else 30, comms=kind != "hangs" and number % 2 == 0
+                fail, kind, told, timeout=2 if kind == "hangs" else 30, comms=kind != "hangs" and number % 2 == 0
             )
         except RanksFailed as error:
             first = str(error).partition("\n")[0]
-            right = faults.FAULTS[kind] in first and (kind == "hangs" or error.rank == 1)
+            right = FAULTS[kind] in first and (kind == "hangs" or error.rank == 1)
             return "" if right else str(error)
         return "has not failed"
 
     with ThreadPoolExecutor(8) as pool:
         wrong = [found for found in pool.map(one, range(50)) if found]
     assert wrong == []
-    left = {number: faults.left(tmp_path / f"{number}") for number in range(0, 50, 6)}
-    assert left == {number: [] for number in left}
+    remains = {number: left(tmp_path / f"{number}") for number in range(0, 50, 6)}
+    assert remains == {number: [] for number in remains}
     assert list((tmp_path / "temporary").iterdir()) == []
-    assert (faults.children(), faults.listening(), faults.descriptors()) == before
+    assert (children(), listening(), descriptors()) == before
     until = time.monotonic() + 10  # other processes of this machine have shared memory too
     while shared and not set(os.listdir("/dev/shm")) <= shared and time.monotonic() < until:
         time.sleep(0.1)

@@ -1,33 +1,31 @@
-"""Small programs with one fault each: the stand-in finds every one, by its name, and nothing where it is mended.
+"""Small programs with one fault each: devices without hardware find it by its name, and nothing where it is mended.
 
 Without lines that end with ``# mends`` a program has its fault. Without those that end with ``# fault`` it has none.
 It finds the names of `run_planted.names`: ``x`` and ``y`` on device ``a``, ``h`` in pinned memory, the default stream
 ``main`` and the streams ``side`` and ``third`` of ``a``, ``side_b`` of ``b``.
 """
 
+import functools
 import json
 import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from processes import environment
-from stand_in import IN_OWN_PROCESSES
+from stand_in import needs_stand_in
 
-pytestmark = IN_OWN_PROCESSES
+pytestmark = pytest.mark.devices("cpu")  # they have a process of their own
 
-# The fault, the words that name it (a regular expression), and the program. The context too many is the first, because
-# a copy between two devices makes torch ask all devices, which makes contexts.
+# The fault, the words that name it (a regular expression), and the program.
+
+# Programs for simulated devices too.
 TABLE = r"""
-a context too many: contexts on devices \[6\]
-    with cuda.counted() as counts:
-        torch.cuda.set_device(6)  # fault
-        torch.cuda.set_device(0)
-        x.add_(1)
-    steady(counts)
-a stream that does not wait: race: aten::add reads its argument 'self' in cuda:0 on the default stream
+a stream that does not wait: race: aten::add reads its argument 'self' in \S+:0 on the default stream
     with on(side): torch.mul(x, 2, out=y)
     main.wait_stream(side)  # mends
     y + 1
@@ -54,13 +52,6 @@ an event that was never recorded: race: aten::add reads
     e.record(side)  # mends
     main.wait_event(e)
     y + 1
-torch.Stream.wait_event of a torch.cuda.Event: race: aten::add reads
-    s = torch.Stream(a)
-    torch.mul(x, 2, out=y)
-    e = main.record_event()
-    s.wait_event(e)  # fault
-    e.wait(s)  # mends
-    with s: y + 1
 another stream waits: race: aten::add reads
     with on(side): torch.mul(x, 2, out=y)
     third.wait_stream(side)  # fault
@@ -68,22 +59,22 @@ another stream waits: race: aten::add reads
     y + 1
 a stream of another device waits: race: aten::add reads
     with on(side): torch.mul(x, 2, out=y)
-    torch.cuda.current_stream(b).wait_stream(side)  # fault
-    torch.cuda.current_stream(a).wait_stream(side)  # mends
+    device.current_stream(b).wait_stream(side)  # fault
+    device.current_stream(a).wait_stream(side)  # mends
     y + 1
 a stream of another device is made current: race: aten::add reads
     with on(side_b): torch.mul(x, 2, out=y)  # on main: the stream of b is none for a
     side.wait_stream(side_b)  # fault
     side.wait_stream(main)  # mends
     with on(side): y + 1
-record_stream left out: freed too early: aten::.* on stream .* uses memory in cuda:0 again
+record_stream left out: freed too early: .*memory in \S+:0
     with on(side): z = x * 2
     main.wait_stream(side)
     z + 1
     z.record_stream(main)  # mends
     del z
     with on(side): torch.ones_like(x)
-record_stream left out, and nobody takes the memory: freed too early: memory in cuda:0 went back to stream
+record_stream left out, and nobody takes the memory: freed too early: memory in \S+:0 went back to stream
     with on(side): z = x * 2
     main.wait_stream(side)
     z + 1
@@ -97,24 +88,14 @@ record_stream of another stream: freed too early
     z.record_stream(main)  # mends
     del z
     with on(side): torch.ones_like(x)
-record_stream of another device's default stream, which torch ignores: freed too early
-    z = torch.ones(1000, device=b)  # its stream has the handle of main: both are null
-    main.wait_stream(torch.cuda.current_stream(b))
-    x.copy_(z)
-    torch.cuda.synchronize()
-    rt.check(rt.cudaMemcpyPeerAsync(x.data_ptr(), 0, z.data_ptr(), 1, 4000, 0))
-    z.record_stream(main)
-    torch.cuda.current_stream(b).wait_stream(main)  # mends
-    del z
-    torch.ones(1000, device=b)
-memory freed while a copy to another device runs: freed too early.*cudaMemcpy.*Async, which reads
+memory freed while a copy to another device runs: freed too early.*(cudaMemcpy.*Async|_copy_from), which reads
     z = x * 2
     side.wait_stream(main)
     with on(side): on_b.copy_(z, non_blocking=True)
     z.record_stream(side)  # mends
     del z
     torch.ones_like(x)
-memory freed while a copy to the host runs: freed too early.*cudaMemcpyAsync, which reads
+memory freed while a copy to the host runs: freed too early.*(cudaMemcpyAsync|_copy_from), which reads
     z = x * 2
     side.wait_stream(main)
     with on(side): h.copy_(z, non_blocking=True)
@@ -133,6 +114,96 @@ memory taken on one stream and used on another: race: aten::fill_ writes.*the al
     side.wait_stream(main)  # mends
     with on(side): z.fill_(1)
     side.synchronize()
+pinned memory overwritten by a stream while another reads it: race: (cudaMemcpyAsync|aten::_copy_from) writes
+    with on(side): y.copy_(h, non_blocking=True)
+    main.wait_stream(side)  # mends
+    h.copy_(x, non_blocking=True)
+a thread hands over without an event: race: aten::add reads
+    def work():
+        with on(side): torch.mul(x, 2, out=y)
+    thread = threading.Thread(target=work)
+    thread.start(); thread.join()
+    main.wait_stream(side)  # mends
+    y + 1
+a backward on another stream: race: aten::add reads.*\S+:0 on the default stream
+    w = x.clone().requires_grad_()
+    side.wait_stream(main)
+    with on(side): (w * w).sum().backward()
+    main.wait_stream(side)  # mends
+    w.grad + 1
+two streams write parts that overlap: race: aten::fill_ writes.*aten::fill_, which writes bytes 1600 to 2400
+    x[:600].fill_(1)
+    with on(side):
+        x[400:].fill_(2)  # fault
+        x[600:].fill_(2)  # mends
+two streams write columns that overlap: race: aten::fill_ writes
+    m[:, :10].fill_(1)
+    with on(side):
+        m[:, 9:].fill_(2)  # fault
+        m[:, 10:].fill_(2)  # mends
+an update in place while a gather reads: race: aten::mul_ writes.*aten::index_select, which reads
+    chosen = torch.arange(10, device=a)
+    side.wait_stream(main)
+    with on(side): x.index_select(0, chosen)
+    main.wait_stream(side)  # mends
+    x.mul_(2)
+a copy between devices is read on another stream: race: aten::add reads.*\S+:1 on stream
+    on_b.copy_(x, non_blocking=True)
+    side_b.wait_stream(device.current_stream(b))  # mends
+    with on(side_b): on_b + 1
+the source of a copy between devices changes: race: aten::zero_|race: aten::fill_ writes
+    with on(side): on_b.copy_(x, non_blocking=True)
+    main.wait_stream(side)  # mends
+    x.fill_(0)
+the time of an event that was not recorded: recorded
+    first, last = Event(enable_timing=True), Event(enable_timing=True)
+    first.record()
+    last.record()  # mends
+    last.synchronize()
+    first.elapsed_time(last)
+what a stream makes is copied to another device: race: .* reads
+    with on(side): torch.mul(x, 2, out=y)
+    main.wait_stream(side)  # mends
+    y.to(b)
+a copy from pinned memory is read on another stream: race: aten::add reads
+    with on(side): batch = h.to(a, non_blocking=True)
+    main.wait_stream(side)  # mends
+    batch + 1
+    batch.record_stream(main)
+memory of a copy from the host is taken again: freed too early
+    z = x * 2
+    side.wait_stream(main)
+    with on(side): z + 1
+    main.wait_stream(side)  # mends
+    del z
+    torch.ones(1000).to(a)
+"""
+
+# The first comes first: a copy between two devices makes torch ask all devices, which makes contexts.
+OF_CUDA = r"""
+a context too many: contexts on devices \[6\]
+    with cuda.counted() as counts:
+        torch.cuda.set_device(6)  # fault
+        torch.cuda.set_device(0)
+        x.add_(1)
+    steady(counts)
+torch.Stream.wait_event of a torch.cuda.Event: race: aten::add reads
+    s = torch.Stream(a)
+    torch.mul(x, 2, out=y)
+    e = main.record_event()
+    s.wait_event(e)  # fault
+    e.wait(s)  # mends
+    with s: y + 1
+record_stream of another device's default stream, which torch ignores: freed too early
+    z = torch.ones(1000, device=b)  # its stream has the handle of main: both are null
+    main.wait_stream(torch.cuda.current_stream(b))
+    x.copy_(z)
+    torch.cuda.synchronize()
+    rt.check(rt.cudaMemcpyPeerAsync(x.data_ptr(), 0, z.data_ptr(), 1, 4000, 0))
+    z.record_stream(main)
+    torch.cuda.current_stream(b).wait_stream(main)  # mends
+    del z
+    torch.ones(1000, device=b)
 pinned memory read before it has arrived: race: aten::sum on the host reads.*pinned host memory
     h.copy_(x, non_blocking=True)
     main.synchronize()  # mends
@@ -175,10 +246,6 @@ pinned memory overwritten by a copy of the host: race: aten::copy_ on the host w
     x.copy_(h, non_blocking=True)
     main.synchronize()  # mends
     h.copy_(torch.ones(1000))
-pinned memory overwritten by a stream while another reads it: race: cudaMemcpyAsync writes
-    with on(side): y.copy_(h, non_blocking=True)
-    main.wait_stream(side)  # mends
-    h.copy_(x, non_blocking=True)
 a ring of pinned buffers that comes round too early: race: aten::fill_ on the host writes
     ring = [torch.zeros(10, pin_memory=True) for _ in range(2)]
     sent = [Event(), Event()]
@@ -223,7 +290,7 @@ the cache emptied after later work of the memory's own device: freed too early: 
     side_b.synchronize()  # mends
     del z
     torch.cuda.empty_cache()
-the cache emptied before a copy has arrived: memory in cuda:1 ceases to exist.*which writes.*of cuda:0
+the cache emptied before a copy has arrived: memory in \S+:1 ceases to exist.*which writes.*of \S+:0
     z = torch.ones(3 << 20, device=a)
     side.wait_stream(main)
     with on(side): there = z.to(b)
@@ -235,54 +302,17 @@ a call whose error nobody asks for: race: cudaMemcpyAsync writes
     with on(side): torch.mul(x, 2, out=y)
     main.wait_stream(side)  # mends
     rt.cudaMemcpyAsync(y.data_ptr(), x.data_ptr(), 4000, 3, main.cuda_stream)
-a thread hands over without an event: race: aten::add reads
-    def work():
-        with on(side): torch.mul(x, 2, out=y)
-    thread = threading.Thread(target=work)
-    thread.start(); thread.join()
-    main.wait_stream(side)  # mends
-    y + 1
 another thread's wait was for something else: race: aten::sum on the host reads
     h.copy_(x, non_blocking=True)
     thread = threading.Thread(target=side.synchronize)  # fault
     thread = threading.Thread(target=main.synchronize)  # mends
     thread.start(); thread.join()
     h.sum()
-a backward on another stream: race: aten::add reads.*cuda:0 on the default stream
-    w = x.clone().requires_grad_()
-    side.wait_stream(main)
-    with on(side): (w * w).sum().backward()
-    main.wait_stream(side)  # mends
-    w.grad + 1
-two streams write parts that overlap: race: aten::fill_ writes.*aten::fill_, which writes bytes 1600 to 2400
-    x[:600].fill_(1)
-    with on(side):
-        x[400:].fill_(2)  # fault
-        x[600:].fill_(2)  # mends
-two streams write columns that overlap: race: aten::fill_ writes
-    m[:, :10].fill_(1)
-    with on(side):
-        m[:, 9:].fill_(2)  # fault
-        m[:, 10:].fill_(2)  # mends
-an update in place while a gather reads: race: aten::mul_ writes.*aten::index_select, which reads
-    chosen = torch.arange(10, device=a)
-    side.wait_stream(main)
-    with on(side): x.index_select(0, chosen)
-    main.wait_stream(side)  # mends
-    x.mul_(2)
 the default stream waits for no stream of torch's: race: aten::add reads
     s = torch.cuda.ExternalStream(rt.stream(1), a)  # fault
     s = torch.cuda.ExternalStream(rt.stream(0), a)  # mends
     with on(s): torch.mul(x, 2, out=y)
     y + 1
-a copy between devices is read on another stream: race: aten::add reads.*cuda:1 on stream
-    on_b.copy_(x, non_blocking=True)
-    side_b.wait_stream(torch.cuda.current_stream(b))  # mends
-    with on(side_b): on_b + 1
-the source of a copy between devices changes: race: aten::zero_|race: aten::fill_ writes
-    with on(side): on_b.copy_(x, non_blocking=True)
-    main.wait_stream(side)  # mends
-    x.fill_(0)
 a device twice in a collective: inputs must be on unique devices
     torch.cuda.nccl.all_reduce([x, y])  # fault
     torch.cuda.nccl.all_reduce([x, on_b])  # mends
@@ -351,12 +381,6 @@ an event that was destroyed: CUDA error 400
     handle = e.cuda_event
     del e  # fault
     rt.check(rt.cudaStreamWaitEvent(main.cuda_stream, handle, 0))
-the time of an event that was not recorded: recorded
-    first, last = Event(enable_timing=True), Event(enable_timing=True)
-    first.record()
-    last.record()  # mends
-    last.synchronize()
-    first.elapsed_time(last)
 the time of an event that is not done: not ready|not been completed|completed
     first, last = Event(enable_timing=True), Event(enable_timing=True)
     with cuda.late_queries():
@@ -414,32 +438,46 @@ a value is read in a capture: previous error during capture
     with torch.cuda.graph(g): x.sum().item()  # fault
     torch.cuda.synchronize(a)
 """
-FAULTS = [
-    (name, words, textwrap.dedent(program))
-    for name, words, program in re.findall(r"^(\S.*?): (.*)\n((?:    .*\n)+)", TABLE, flags=re.MULTILINE)
-]
+
+
+def faults(table: str, kind: str) -> list[Any]:
+    """For each program the words, the program and the kind of devices."""
+    found = re.findall(r"^(\S.*?): (.*)\n((?:    .*\n)+)", table, flags=re.MULTILINE)
+    marks = needs_stand_in if kind == "cuda" else ()
+    return [
+        pytest.param(words, textwrap.dedent(p), kind, id=f"{kind}: {name}", marks=marks) for name, words, p in found
+    ]
+
+
+FIRST, *OTHERS = faults(OF_CUDA, "cuda")
+FAULTS = [FIRST, *faults(TABLE, "cuda"), *OTHERS, *faults(TABLE, "sim")]
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[str | None]]:
-    """What each program raised with its fault and without."""
-    programs = [program for _, _, program in FAULTS]
-    done = subprocess.run(
-        [sys.executable, "-m", "run_planted"],
-        env=environment(NOGPU_NCCL_SECONDS="20"),
-        input=json.dumps(programs),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return dict(zip([name for name, _, _ in FAULTS], json.loads(done.stdout), strict=True))
+def found(available: None) -> Callable[[str], dict[str, list[str | None]]]:
+    """What each program for a kind of devices raised with its fault and without."""
+
+    @functools.cache
+    def run(kind: str) -> dict[str, list[str | None]]:
+        programs = [program for _, program, of in (each.values for each in FAULTS) if of == kind]
+        done = subprocess.run(
+            [sys.executable, "-m", "run_planted", kind],
+            env=environment(NOGPU_NCCL_SECONDS="20"),
+            input=json.dumps(programs),
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return dict(zip(programs, json.loads(done.stdout), strict=True))
+
+    return run
 
 
-@pytest.mark.parametrize(("name", "words"), [pytest.param(name, words, id=name) for name, words, _ in FAULTS])
-def test_a_fault_is_found_by_its_name_and_nothing_where_it_is_mended(name, words, found):
-    faulty, mended = found[name]
+@pytest.mark.parametrize(("words", "program", "kind"), FAULTS)
+def test_a_fault_is_found_by_its_name_and_nothing_where_it_is_mended(words, program, kind, found):
+    faulty, mended = found(kind)[program]
     assert faulty is not None, "nothing was found"
     assert re.search(words, faulty, re.DOTALL), faulty
     assert mended is None, mended
