@@ -10,6 +10,7 @@ Outputs and gradients have to be those of the chunks on one device, in float64, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -251,11 +252,12 @@ def test_replicate(beside: BesideTorch, measure: Measure) -> None:
 
 
 @torch.no_grad()
-def test_replicate_without_gradients(beside: BesideTorch, measure: Measure) -> None:
+@pytest.mark.parametrize("work", [REPLICATE_NO_GRAD, REPLICATE_AND_END])
+def test_replicate_without_gradients(work: str, beside: BesideTorch, measure: Measure) -> None:
     """By the wrappers, as in their ``forward``: without a graph. Also with what they do at the end of a call."""
-    ours, theirs = (partial(beside.wrapper_replicate, wrapper) for wrapper in (beside.ours, beside.theirs))
-    measure(REPLICATE_NO_GRAD, ours, theirs, between=beside.end)
-    measure(REPLICATE_AND_END, partial(ours, end=True), partial(theirs, end=True))
+    end = work == REPLICATE_AND_END
+    ours, theirs = (partial(beside.wrapper_replicate, wrapper, end=end) for wrapper in (beside.ours, beside.theirs))
+    measure(work, ours, theirs, between=(lambda: None) if end else beside.end)
     beside.check_replicas()
 
 
@@ -278,15 +280,13 @@ def ready(beside: BesideTorch, work: str) -> dict[str, Call]:
     return found
 
 
-def test_inference(beside: BesideTorch, measure: Measure) -> None:
+@pytest.mark.parametrize("work", [INFERENCE, INFERENCE_FROZEN])
+def test_inference(work: str, beside: BesideTorch, measure: Measure) -> None:
     beside.module.eval()
     others = ready(beside, INFERENCE)
-    with torch.no_grad():
-        measure(INFERENCE, beside.infer, beside.torch_infer, others)
+    with torch.no_grad(), beside.ours.options.frozen() if work == INFERENCE_FROZEN else nullcontext():
+        measure(work, beside.infer, beside.torch_infer, others)
         beside.check_inference()
-        with beside.ours.options.frozen():
-            measure(INFERENCE_FROZEN, beside.infer, beside.torch_infer, others)
-            beside.check_inference()
 
 
 def test_training_step(beside: BesideTorch, measure: Measure) -> None:
