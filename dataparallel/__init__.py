@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from dataparallel.forms.data_parallel import DataParallel as DataParallel
     from dataparallel.forms.data_parallel import data_parallel as data_parallel
     from dataparallel.forms.prefetch import prefetch as prefetch
-    from dataparallel.integrations.replacement import replace_torch as replace_torch
     from dataparallel.replicas.replicate import replicate as replicate
     from dataparallel.samples import samples as samples
     from dataparallel.testing.machine_check.run import check as check
@@ -34,7 +33,6 @@ import_on_demand(
         "dataparallel.forms.data_parallel": ("DataParallel", "data_parallel"),
         "dataparallel.call.parallel_apply": ("parallel_apply",),
         "dataparallel.forms.prefetch": ("prefetch",),
-        "dataparallel.integrations.replacement": ("replace_torch",),
         "dataparallel.replicas.replicate": ("replicate",),
         "dataparallel.samples": ("samples",),
         "dataparallel.batches.gather": ("gather",),

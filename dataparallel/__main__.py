@@ -1,5 +1,6 @@
-"""``python -m dataparallel`` describes or checks this machine, or runs a program with this library in torch's place."""
+"""``python -m dataparallel`` describes this machine, and with ``--check`` checks it."""
 
+import argparse
 import os
 import sys
 
@@ -7,6 +8,14 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--check"]:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a check runs out of memory on purpose
         from dataparallel.testing.machine_check.run import main
+
+        main(sys.argv[2:])
     else:
-        from dataparallel.integrations.programs import main
-    main(sys.argv[1:] if sys.argv[1:2] != ["--check"] else sys.argv[2:])
+        argparse.ArgumentParser(
+            prog="python -m dataparallel",
+            usage="%(prog)s [--check ...]",
+            description="Describes this machine; with --check, checks what it computes and how fast (--check --help).",
+        ).parse_args()
+        from dataparallel.integrations.machine import description
+
+        print(description())

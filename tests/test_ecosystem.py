@@ -23,14 +23,11 @@ def rows(title: str) -> list[list[str]]:
 
 
 LIBRARIES = {name.strip("`"): rest for name, *rest in rows("Libraries")}
-WRAPPING = {name: rest for name, *rest in rows("Libraries that use ``torch.nn.DataParallel``")}
 PINS = dict(re.findall(r"\b([\w-]+)==([\w.]+)", (ROOT / ".ci/long").read_text(encoding="utf-8")))
 
 
 def test_versions_are_those_that_the_long_run_installs():
-    tables = [*WRAPPING.items(), *LIBRARIES.items()]
-    versions = {name: version for name, (version, *_) in tables if re.match(r"\d", version)}
-    assert all(WRAPPING[name][0] == version for name, version in versions.items() if name in WRAPPING)
+    versions = {name: version for name, (version, *_) in LIBRARIES.items() if re.match(r"\d", version)}
     assert versions == {name: version for name, version in PINS.items() if name != "torch"}
     assert f"with torch {PINS['torch']}" in PAGE
 
@@ -59,17 +56,9 @@ def test_every_test_of_a_library_is_in_a_row():
         "test_documents_frameworks.py",
         "test_example_notebook.py",
         "test_example_trainer.py",
-        "test_libraries.py",
     )
     there = {path.name for path in FRAMEWORKS.glob("test_*.py")} - {*others}
     assert there - named == set()
-
-
-def test_every_library_that_uses_torchs_class_is_in_a_row_and_tested():
-    text = (FRAMEWORKS / "libraries_that_wrap.py").read_text(encoding="utf-8")
-    tested = {*re.findall(r"^def (\w+)\(gpus, folder\)", text, re.MULTILINE)}
-    assert {name.removeprefix("pytorch-") for name in WRAPPING} == tested | {"accelerate", "transformers"}
-    assert all(len(cells) == 2 and all(text.endswith(".") for text in cells[1:]) for cells in WRAPPING.values())
 
 
 def test_architectures_are_those_that_are_tested():

@@ -30,7 +30,7 @@ FLOORS = """
     parallel_apply     a stage
     batch_types        how users register types
     ─── what users call
-    integrations       other libraries: trainers that use slots, and programs that use torch.nn.DataParallel
+    integrations       trainers of other libraries on slots, and what the machine has
     forms              DataParallel, replicate, fully_shard, and what each keeps between calls
     call               the four stages of a call, in a row
     nn                 modules whose replicas talk to each other

@@ -124,8 +124,6 @@ def sharded() -> None:
 
 def tools() -> None:
     model = DataParallel(Net(), SLOTS)
-    with dataparallel.replace_torch() as replacement:
-        assert_type(replacement.report(), str)
     replicas = dataparallel.replicate(model.module, SLOTS)
     assert_type(replicas, list[Net])
     copies = comm.broadcast(x, SLOTS)

@@ -338,7 +338,7 @@ def broadcast_bucket(
     """
     packing = Packing(slots, tensors, may_flatten)
     if handle is None:
-        (handle,) = FromSource.apply([len(tensors)], as_they_are, *tensors)
+        handle = FromSource.apply(*tensors)
         if gradient_streams is not None:
             run_last(handle.grad_fn)
     # A node belongs to the stream that is current when it is made.
@@ -495,10 +495,7 @@ def _separate_sums(present: Sequence[SlotGradients], ctx: Any) -> list[Tensor | 
 
 
 class FromSource(Node):
-    """``FromSource.apply(counts, complete, *tensors)`` returns a handle for each bucket, on the tensors' device.
-
-    ``counts`` says how many of the tensors are in each. Backward returns their gradients, as ``complete`` changes the
-    list of all of them.
+    """``FromSource.apply(*tensors)`` returns a handle for them, on their device. Backward returns their gradients.
 
     The node belongs to the stream that is current in its forward. The engine makes that stream wait for the sums, and
     runs the node when the root's thread has nothing else to do: after the root's own backward. A new ``AccumulateGrad``
@@ -506,33 +503,21 @@ class FromSource(Node):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        counts: Sequence[int],
-        complete: Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]],
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.counts, ctx.complete, ctx.tensors = counts, complete, tensors
+        ctx.tensors = tensors
         run_first(ctx)
-        return tuple([empty_handle(tensors[0].device) for _ in counts])
+        return empty_handle(tensors[0].device)
 
     @staticmethod
-    def backward(ctx: Any, *envelopes: Tensor | None) -> tuple[Tensor | None, ...]:
-        grads: list[Tensor | None] = []
-        for envelope, count in zip(envelopes, ctx.counts, strict=True):
-            sums: SourceGradients | None = take_contents(envelope)
-            grads += [None] * count if sums is None else sums.take()
-        completed = ctx.complete(grads)
+    def backward(ctx: Any, envelope: Tensor | None) -> tuple[Tensor | None, ...]:
+        sums: SourceGradients | None = take_contents(envelope)
+        grads: Sequence[Tensor | None] = [None] * len(ctx.tensors) if sums is None else sums.take()
         # The engine would call hooks with ``None``, because the tensors share this node.
-        for (following, _), tensor, grad in zip(ctx.next_functions, ctx.tensors, completed, strict=True):
+        for (following, _), tensor, grad in zip(ctx.next_functions, ctx.tensors, grads, strict=True):
             if grad is None:
                 _spare_hooks(following, tensor)
-        return None, None, *completed
-
-
-def as_they_are(grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    return grads
+        return tuple(grads)
 
 
 def wrap_hooks(hooks: dict[int, Any] | None, wrap: Callable[[Any], Any]) -> None:

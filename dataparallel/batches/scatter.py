@@ -25,7 +25,6 @@ from dataparallel.batches.samples import SampleCopies, check_entries, joined_sam
 from dataparallel.batches.structures import (
     PLAIN_LEAVES,
     Arguments,
-    ByReference,
     CopiedContainer,
     PerReplica,
     batch_of,
@@ -307,8 +306,6 @@ class _Splitter:
     def split_once(self, obj: Any) -> Sequence[Any]:
         if isinstance(obj, Tensor):
             return self.split_tensor(obj)
-        if type(obj) is ByReference:
-            return [obj.value] * len(self.slots)
         if type(obj) is Arguments:
             self.keywords = obj[1]
             return list(zip(*map(self.split, obj), strict=True))
@@ -422,7 +419,7 @@ def check_shared(arguments: Any, found: Sequence[tuple[str, Any]], size: int | N
 
 
 def _is_divided(leaf: Any) -> bool:
-    return isinstance(leaf, (Tensor, Samples, PerReplica, ByReference)) or batch_of(leaf) is not None
+    return isinstance(leaf, (Tensor, Samples, PerReplica)) or batch_of(leaf) is not None
 
 
 def _tensors_of(obj: Any) -> Iterator[tuple[Any, Tensor]]:

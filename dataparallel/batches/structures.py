@@ -150,11 +150,6 @@ def container_of(obj: Any) -> Container | None:
     return _DATACLASS if dataclasses.is_dataclass(obj) and not isinstance(obj, type) else None
 
 
-def is_registered(obj: Any) -> bool:
-    """True if somebody has said how objects of this type are split."""
-    return any(cls in _containers or cls in _batches for cls in type(obj).__mro__)
-
-
 def is_written_to(obj: Any) -> bool:
     """True if a model's forward writes to objects of this type, so that replicas cannot share them."""
     cls = type(obj)
@@ -325,15 +320,6 @@ def is_whole(tensor: Tensor) -> bool:
 
 def mark_whole(tensor: Tensor) -> None:
     setattr(tensor, _WHOLE, True)
-
-
-class ByReference:
-    """An object, or an empty container, that all replicas get as it is: torch's rule for what it does not split."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 class Arguments(tuple[Any, ...]):

@@ -48,12 +48,10 @@ class ReplicaMaker(ABC):
 
     Attributes:
         may_use_source: true if code of the user may write to parameters between the stages: see `Call`.
-        hands_back: true if the caller gets what replicas write into dicts and lists: see ``batches.structures``.
         overridden: by name the stages that a user's subclass overrides.
     """
 
     may_use_source = False
-    hands_back = True
     overridden: Mapping[str, Callable[..., Any]] = {}
     kept: KeptReplicas
     options: CallOptions
@@ -165,7 +163,7 @@ class Call:
     an optimizer, no copies are late either, because only lookups in replicas wait for late copies.
 
     Attributes:
-        copied: containers among the arguments to which replicas may write; ``None`` if they are not handed back.
+        copied: containers among the arguments, to which replicas may write: see ``batches.structures``.
         combine_scalars, pad: what the stage gather takes.
     """
 
@@ -185,7 +183,7 @@ class Call:
         in_order = is_serial(options.serial) or maker.may_use_source
         self.copies = LateCopies(allowed=not (_torch.note_whether_compiler_is_in_use() or in_order))
         self.reads = HostReads()
-        self.copied: list[CopiedContainer] | None = [] if maker.hands_back else None
+        self.copied: list[CopiedContainer] = []
 
     def overridden(self, name: str) -> Callable[..., Any] | None:
         """Returns the stage of a subclass that overrides the engine's stage, if any. `call_of_this_thread` knows it."""
@@ -225,13 +223,13 @@ class Call:
             return output if output_device == slot else moved(output, output_device)
 
         output = run() if self._peers is None else Meeting(self.slots, self._peers).run_replica(0, run)
-        for entry in written_into(self.copied or ()):
+        for entry in written_into(self.copied):
             entry.hand_back(moved(entry.values[0], output_device))
         return output
 
     def gather(self, outputs: Any) -> Any:
         """Runs the stage ``gather``, and has the graph of the output keep what its backward needs."""
-        dim, written = self._maker.options.dim, written_into(self.copied or ())
+        dim, written = self._maker.options.dim, written_into(self.copied)
         with stage("gather"), self._maker.joins([*self.slots, self._output_device]):
             gather = partial(gather_outputs, target_device=self._output_device, dim=dim)
             gather = partial(gather, combine=self.combine_scalars, pad=self.pad)

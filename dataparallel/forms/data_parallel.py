@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn import DataParallel as TorchDataParallel
 
 from dataparallel import _torch
 from dataparallel.arguments import checked
@@ -33,9 +34,6 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=nn.Module)
 
-TorchDataParallel = nn.DataParallel
-"""torch's own class. `replace_torch` changes the name ``torch.nn.DataParallel``, not this one."""
-
 
 class WrapperOptions(CallOptions):
     """What a `DataParallel` has beside torch's attributes: ``model.options``. See `CallOptions`.
@@ -59,11 +57,10 @@ class WrapperOptions(CallOptions):
     kept: KeptReplicas
     compiled: CompileArgument | None
 
-    def keep_replicas(self, compiled: CompileArgument | None, as_torch: bool, has_graphs: bool = False) -> None:
-        """``as_torch``: see `KeptReplicas`."""
+    def keep_replicas(self, compiled: CompileArgument | None, has_graphs: bool = False) -> None:
         slots = [resolve(slot) for slot in self.slots]
         tensors = KeptTensors(slots, cap_in_bytes(1), self.cap_bytes, True) if has_graphs else None
-        kept = KeptReplicas(tensors, compiled, as_torch, GraphedReplicas() if has_graphs else None)
+        kept = KeptReplicas(tensors, compiled, GraphedReplicas() if has_graphs else None)
         vars(self).update(compiled=compiled, kept=kept)
 
     def __copy__(self) -> WrapperOptions:
@@ -94,14 +91,14 @@ def own_options(wrapper: Any) -> WrapperOptions:
     if own is None:
         # Only torch's attributes are set where the class of the wrapper has done so itself.
         own = WrapperOptions(wrapper.device_ids, completed(FormOptions, {}, "", bucket_cap_mb=BUCKET_CAP_MB))
-        own.keep_replicas(None, wrapper._dataparallel_as_torch)
+        own.keep_replicas(None)
         own = vars(wrapper).setdefault("_dataparallel", own)  # several threads may call at once
     state = vars(own)  # item by item: the compiler of torch 2.11 cannot trace an update
     state["slots"], state["output_device"], state["dim"] = wrapper.device_ids, wrapper.output_device, wrapper.dim
     return own
 
 
-class DataParallel(nn.DataParallel[M]):
+class DataParallel(TorchDataParallel[M]):
     """Uses every device for one module: splits the batch, runs a replica on each slot, joins the outputs.
 
     Gradients of all replicas are summed into the parameters of ``module``, which stay where they are, so the optimizer,
@@ -138,7 +135,6 @@ class DataParallel(nn.DataParallel[M]):
     options: WrapperOptions  # by `__getattr__`
 
     _dataparallel: WrapperOptions | None = None  # until `own_options` makes them
-    _dataparallel_as_torch = False
 
     __doc__ = described(__doc__)
 
@@ -167,7 +163,7 @@ class DataParallel(nn.DataParallel[M]):
         self.output_device = device_id(resolve_output(own.output_device, slots)) if slots else None
         self.src_device_obj = slots[0] if slots else None
         self.dim = own.dim
-        own.keep_replicas(compiled, self._dataparallel_as_torch, has_graphs)
+        own.keep_replicas(compiled, has_graphs)
         vars(self)["_dataparallel"], vars(own)["slots"] = own, self.device_ids
         if len(slots) == 1:
             self.module.to(slots[0])
@@ -200,8 +196,7 @@ class DataParallel(nn.DataParallel[M]):
         own, slots = own_options(self), resolve_slots(device_ids)
         if "_is_replica" in vars(self):  # this wrapper is a part of a replica, which ends with the call
             root_call = None if own.compiled is None else own.compiled.of(module)
-            as_torch = self._dataparallel_as_torch
-            return make_replicas(module, slots, own.cap_bytes, root_call=root_call, as_torch=as_torch)
+            return make_replicas(module, slots, own.cap_bytes, root_call=root_call)
         return own.kept.replicas(module, slots, own.cap_bytes)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[DeviceLike]) -> Any:
@@ -236,7 +231,7 @@ class DataParallel(nn.DataParallel[M]):
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             module_has = module is not None and hasattr(module, name)
-            if name == "options" and not self._dataparallel_as_torch:
+            if name == "options":
                 hands_on = type(self).__getattr__ is not DataParallel.__getattr__  # a subclass asks the module next
                 if not (hands_on and module_has):
                     return own_options(self)
@@ -247,7 +242,7 @@ class DataParallel(nn.DataParallel[M]):
             raise error from None
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *([] if self._dataparallel_as_torch else ["options"])]
+        return [*super().__dir__(), "options"]
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns all attributes, so that a copy has options of its own."""
@@ -264,16 +259,12 @@ class DataParallel(nn.DataParallel[M]):
             return super().load_state_dict(state_dict, strict, assign)
 
 
-_STAGES = ("scatter", "replicate", "parallel_apply", "gather")
-
-own_stages: dict[Any, Callable[[], bool]] = {vars(DataParallel)[name]: lambda: True for name in _STAGES}
-"""The functions of stages that are not overridden, while the value returns true. Somebody may assign another one to the
-class later."""
+_STAGES = {name: vars(DataParallel)[name] for name in ("scatter", "replicate", "parallel_apply", "gather")}
+"""The functions of stages that are not overridden. Somebody may assign another one to the class later."""
 
 
-def is_own_stage(method: Any) -> bool:
-    is_own = own_stages.get(getattr(method, "__func__", None))
-    return is_own is not None and is_own()
+def _overridden(wrapper: DataParallel[Any]) -> list[str]:
+    return [name for name, own in _STAGES.items() if getattr(getattr(wrapper, name), "__func__", None) is not own]
 
 
 def _stages(wrapper: DataParallel[Any]) -> dict[str, Callable[..., Any]]:
@@ -308,8 +299,7 @@ class _Maker(ReplicaMaker):
         self._wrapper, own = wrapper, own_options(wrapper)
         vars(own)["dim"] = checked_option("dim", own.dim)
         self.options, self.kept, self._compiled = own, own.kept, own.compiled
-        self.hands_back = not wrapper._dataparallel_as_torch
-        if wrapper.device_ids and (names := [n for n in _STAGES if not is_own_stage(getattr(wrapper, n))]):
+        if wrapper.device_ids and (names := _overridden(wrapper)):
             self.overridden, self.may_use_source = _stages(wrapper), names != ["scatter"]
 
     def source(self) -> nn.Module:
@@ -353,20 +343,7 @@ def data_parallel(
     Raises:
         As `DataParallel` and its ``forward``; ``RuntimeError`` if there is no accelerator and no ``device_ids``.
     """
-    return call_once(
-        DataParallel, module, inputs, resolve_slots(device_ids, devices), output_device, dim, module_kwargs
-    )
-
-
-def call_once(
-    cls: type[DataParallel[Any]],
-    module: nn.Module,
-    inputs: Any,
-    slots: list[torch.device],
-    output_device: DeviceLike | None,
-    dim: int,
-    module_kwargs: dict[str, Any] | None,
-) -> Any:
+    slots = resolve_slots(device_ids, devices)
     if not slots:
         raise RuntimeError(
             "data_parallel found no accelerator; pass device_ids=['cpu', 'cpu'] for CPU slots, or call the module"
@@ -376,7 +353,7 @@ def call_once(
     module_kwargs = checked("module_kwargs", module_kwargs, Mapping, None)
     _check_module(module)
     check_placement(module, slots[0])
-    model = cls(module, slots, output_device, dim)
+    model = DataParallel(module, slots, output_device, dim)
     return model(*inputs, **(module_kwargs or {}))
 
 

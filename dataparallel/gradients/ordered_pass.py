@@ -23,7 +23,6 @@ from dataparallel.autograd.bucket_gradients import (
     SlotGradients,
     SourceGradients,
     ToSlots,
-    as_they_are,
     empty_handle,
     envelope_with,
     take_contents,
@@ -118,7 +117,7 @@ class BucketRow:
         parameters <-- FromSource <-- WaitForAll <-- ToSlots of all buckets
         """
         sources = [*chain.from_iterable(bucket.sources for bucket in self.buckets)]
-        (handle,) = FromSource.apply([len(sources)], as_they_are, *sources)
+        handle = FromSource.apply(*sources)
         handles: tuple[Tensor, ...] = WaitForAll.apply(self, handle)
         for each in (handle, handles[0]):
             run_last(each.grad_fn)

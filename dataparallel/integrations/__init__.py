@@ -1,7 +1,5 @@
-"""Programs and libraries that know nothing of this one: how they run with it.
-
-``transformers``, ``accelerate`` and ``lightning`` have classes for the trainers of these libraries; each imports its
-library. The others are for programs written for ``torch.nn.DataParallel``.
+"""Other libraries, and the machine: ``transformers``, ``accelerate`` and ``lightning`` have classes for the trainers of
+these libraries, and each imports its library. ``machine`` describes what is there.
 """
 
 from __future__ import annotations

@@ -154,19 +154,17 @@ class KeptReplicas:
 
     Any thread may use it. Copying or unpickling gives an empty `KeptReplicas`.
 
-    ``tensors``: those that stay; without them each call has new ones. ``as_torch``: hooks stay functions of the source,
-    and new tensors have gradients as `Copies.send` says. ``lock`` is held while replicas are made. A form whose
-    replicas are made from a twin takes it before it updates the twin: calls of several threads share that.
+    ``tensors``: those that stay; without them each call has new ones. ``lock`` is held while replicas are made. A form
+    whose replicas are made from a twin takes it before it updates the twin: calls of several threads share that.
     """
 
     def __init__(
         self,
         tensors: TensorStore | None = None,
         compile: CompileArgument | None = None,
-        as_torch: bool = False,
         graphs: GraphedReplicas | None = None,
     ) -> None:
-        self._tensors, self._compile, self._as_torch, self.graphs = tensors, compile, as_torch, graphs
+        self._tensors, self._compile, self.graphs = tensors, compile, graphs
         self.lock = threading.RLock()
         self._frozen_blocks = 0  # how many are open
         self._clear()
@@ -174,11 +172,11 @@ class KeptReplicas:
         weakref.finalize(self, let_go_of_passed).atexit = False  # no call may come that would ask again
 
     def __reduce__(self) -> tuple[type[KeptReplicas], tuple[Any, ...]]:
-        return KeptReplicas, (copy.copy(self._tensors), self._compile, self._as_torch, copy.copy(self.graphs))
+        return KeptReplicas, (copy.copy(self._tensors), self._compile, copy.copy(self.graphs))
 
     def _make_plan(self, network: nn.Module) -> ModulePlan:
         root_call = None if self._compile is None else self._compile.of(network)
-        return ModulePlan.of(network, root_call, hooks_follow=not self._as_torch)
+        return ModulePlan.of(network, root_call)
 
     def _clear(self) -> None:
         self._stamp: PlanStamp | None = None  # ``None`` if the tree is not plain
@@ -262,7 +260,7 @@ class KeptReplicas:
         if self._tensors is not None:
             copies.by_slot = self._tensors.for_call(copies)
         elif record:
-            copies.send(self._as_torch)
+            copies.send()
         else:
             copies.send_leaves()
         if record and plan.cycles is not None and not plan.cycles.are_held_by_graph:

@@ -162,10 +162,8 @@ class ModulePlan:
     cycles: ReferenceCycles | None = None
 
     @classmethod
-    def of(cls, network: nn.Module, root_call: Compiled | None = None, hooks_follow: bool = True) -> ModulePlan:
-        """``root_call``: how replicas are compiled, if ``network`` is not compiled itself. ``hooks_follow``: references
-        of hooks to the tree lead to the replica, as other attributes' do.
-        """
+    def of(cls, network: nn.Module, root_call: Compiled | None = None) -> ModulePlan:
+        """``root_call``: how replicas are compiled, if ``network`` is not compiled itself."""
         twin: TwinInfo = vars(network).get(TWIN_INFO) or TwinInfo(id(network))
         ignored = twin.ignored_modules
         entries = [ModuleEntry(module, name) for name, module in network.named_modules(memo={*ignored})]
@@ -196,7 +194,7 @@ class ModulePlan:
                 entry.children[key] = position
         modules = {id(entry.module) for entry in entries} | {plan.source_id}
         tensors = {i: p for i, p in tensor_positions.items() if i not in plan.ignored_parameters}
-        plan._find_references(modules, tensors, () if hooks_follow else HOOK_TABLES)
+        plan._find_references(modules, tensors)
         plan._find_shared_storages()
         return plan
 
@@ -238,7 +236,7 @@ class ModulePlan:
         self.shared.insert(0, item)
         return NONE_POSITION - len(self.shared)
 
-    def _find_references(self, modules: Set[int], tensors: Mapping[int, int], kept: Sequence[str]) -> None:
+    def _find_references(self, modules: Set[int], tensors: Mapping[int, int]) -> None:
         tree_ids = modules | tensors.keys()
         for entry in self.entries:
             if entry.has_own_rule or entry.is_script:
@@ -256,7 +254,7 @@ class ModulePlan:
                         "by torch.compile(module) or module.compile()"
                     )
                 ids = {id(item) for item in items}
-                if key not in kept and not ids.isdisjoint(tree_ids):
+                if not ids.isdisjoint(tree_ids):
                     entry.references[key] = owner is not None
                     self.has_references = True
                     self.read_directly.update(tensors[tensor_id] for tensor_id in ids & tensors.keys())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
-from itertools import chain, zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -13,8 +11,7 @@ from torch import Tensor, nn
 
 from dataparallel import _torch, comm
 from dataparallel.arguments import checked
-from dataparallel.autograd.bucket_gradients import FromSource, GradientStreams, broadcast_bucket
-from dataparallel.autograd.node import run_last
+from dataparallel.autograd.bucket_gradients import GradientStreams, broadcast_bucket
 from dataparallel.comm.buckets import fill_buckets
 from dataparallel.comm.kinds import alias
 from dataparallel.comm.streams.arrivals import Arrivals, ExpectedArrivals, arrivals_for
@@ -67,12 +64,8 @@ def make_replicas(
     cap_bytes: int,
     detach: bool = False,
     root_call: Compiled | None = None,
-    as_torch: bool = False,
 ) -> list[Any]:
-    """`replicate`, for wrappers. ``root_call``: see `ModulePlan.of`.
-
-    ``as_torch``: see `Copies.send`. With ``detach`` replica 0 has the source's tensors, which may require gradients.
-    """
+    """`replicate`, for wrappers. ``root_call``: see `ModulePlan.of`."""
     record = torch.is_grad_enabled() and not detach
     with collector_paused():
         plan = ModulePlan.of(network, root_call)
@@ -80,9 +73,7 @@ def make_replicas(
         refuse_constants(plan, slots)
         is_at_root = all(tensor.device == slots[0] for tensor in plan.tensors)
         copies = Copies(plan, slots, cap_bytes, record, arrivals_for(slots, plan.tensors) if is_at_root else None)
-        copies.send(as_torch)
-        if as_torch and detach and is_at_root:
-            copies.by_slot[0] = [*plan.tensors]
+        copies.send()
         if not record and not detach and not torch.is_inference_mode_enabled():
             copies.make_leaves()
         return copies.build_replicas()
@@ -112,14 +103,14 @@ class Copies:
         self.late: list[FlatBroadcast] = []
         self.expected: list[ExpectedArrivals | None] = []
 
-    def send(self, as_torch: bool = False) -> None:
-        """Makes all copies. ``as_torch``: a parameter that no replica used gets zeros, if others get a gradient."""
+    def send(self) -> None:
+        """Makes all copies."""
         tensors, parameters = self.plan.tensors, set(self.plan.parameters)
         recorded = [i for i, tensor in enumerate(tensors) if self.record and tensor.requires_grad]
         sent = {*recorded}
         if recorded:
             hold = None if self.plan.cycles is None else self.plan.cycles.hold("backward")
-            self._send_in_buckets(recorded, hold, as_torch)
+            self._send_in_buckets(recorded, hold)
         self.send_constants([i for i in range(len(tensors)) if i in parameters and i not in sent])
         self.send_buffers([i for i in range(len(tensors)) if i not in parameters and i not in sent])
         cloned = [i for i in recorded if i not in parameters]
@@ -186,10 +177,10 @@ class Copies:
             if self.arrivals is not None and each is not None:
                 self.arrivals.expect(each, slot, len(self.plan.tensors) + len(self.plan.shared) + 1)
 
-    def _send_in_buckets(self, recorded: Sequence[int], held: object, as_torch: bool) -> None:
+    def _send_in_buckets(self, recorded: Sequence[int], held: object) -> None:
         """Makes copies of the tensors at the positions ``recorded``, as outputs of one autograd node per bucket.
 
-        ``held``: see `broadcast_bucket`. ``as_torch``: see `send`.
+        ``held``: see `broadcast_bucket`.
 
         Buckets are filled from the last tensor to the first, because gradients of the last layers come first. The first
         bucket is small, so that sums start early. DistributedDataParallel does the same (Li et al., "PyTorch
@@ -201,24 +192,10 @@ class Copies:
         is_at_root = all(tensors[i].device == slots[0] for i in recorded)
         gradient_streams = GradientStreams.for_forward(slots, current_streams(slots)) if is_at_root else None
         buckets = fill_buckets(tensors, recorded[::-1], FIRST_BUCKET_BYTES, self.cap_bytes)
-        handles: Sequence[Tensor] = ()
-        if as_torch and is_at_root:
-            sources = [tensors[i] for i in chain.from_iterable(buckets)]
-            handles = FromSource.apply([*map(len, buckets)], partial(_with_zeros, sources), *sources)
-            if gradient_streams is not None:
-                run_last(handles[0].grad_fn)
-        for number, (indices, handle) in enumerate(zip_longest(buckets, handles)):
+        for number, indices in enumerate(buckets):
             streams = None if gradient_streams is None else gradient_streams.for_bucket(number)
             bucket = [tensors[i] for i in indices]
-            sent = broadcast_bucket(slots, bucket, streams, later=self.later(indices), handle=handle, held=held)
-            self.put(indices, sent)
-
-
-def _with_zeros(sources: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-    """If one source has a gradient, those of all others are zeros."""
-    if all(grad is None for grad in grads):
-        return grads
-    return [torch.zeros_like(s) if grad is None else grad for s, grad in zip(sources, grads, strict=True)]
+            self.put(indices, broadcast_bucket(slots, bucket, streams, later=self.later(indices), held=held))
 
 
 def cap_in_bytes(bucket_cap_mb: float) -> int:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from dataparallel import DataParallel, PerReplica
 from dataparallel.composable import fully_shard
-from dataparallel.integrations.replacement import replace_torch
 
 
 @dataclass
@@ -196,13 +195,6 @@ def test_units_inside_of_units_write_too(slots, root) -> None:
     batch["hidden"].square().sum().backward()
     for parameter, gradient in zip(net.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
-
-
-def test_in_the_place_of_torchs_class_it_is_lost_as_there(slots, root) -> None:
-    batch = {"x": torch.randn(7, 4, device=root)}
-    with replace_torch():
-        nn.DataParallel(Writer(removes).to(root), slots)(batch)
-    assert [*batch] == ["x"]
 
 
 @given(

@@ -4,7 +4,9 @@ import copy
 import inspect
 import io
 import pickle
+from abc import ABC, abstractmethod
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -42,6 +44,32 @@ class TestDropIn:
         assert wrapped.output_device == shown
         assert wrapped.device_ids[0] == shown
         assert len(wrapped.device_ids) == len(slots)
+
+    @pytest.mark.devices("sim", "cuda")
+    @pytest.mark.parametrize("kind", [numpy.array, torch.tensor, lambda ids: [numpy.int64(i) for i in ids]])
+    def test_device_ids_are_what_python_takes_for_an_index(self, affine, slots, root, batch, kind):
+        ids = [torch.device(slot).index for slot in slots]
+        model = DataParallel(affine, device_ids=kind(ids), output_device=kind(ids)[1])
+        assert model.device_ids == ids
+        assert type(model.output_device) is int
+        assert model(batch).device == torch.device(root.type, ids[1])
+
+    def test_other_bases_of_a_subclass_are_initialised(self, affine, slots, batch):
+        class Named(ABC, nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.name = self.own_name()
+
+            @abstractmethod
+            def own_name(self): ...
+
+        class Wrapper(DataParallel, Named):
+            def own_name(self):
+                return "wrapper"
+
+        wrapper = Wrapper(affine, slots)
+        torch.testing.assert_close(wrapper(batch), affine(batch))
+        assert wrapper.name == "wrapper"
 
     def test_stages_are_methods_that_can_be_overridden(self, affine, slots, batch):
         seen = []

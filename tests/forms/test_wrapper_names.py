@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from dataparallel import DataParallel, prefetch
 from dataparallel.devices import device_id, resolve
 from dataparallel.forms.data_parallel import WrapperOptions
-from dataparallel.integrations import torch_wrapper
 
 SET = {"module", "device_ids", "output_device", "src_device_obj", "dim"}
-TORCHS = {*dir(torch_wrapper.TorchDataParallel), *vars(nn.Module()), *SET}
+TORCHS = {*dir(nn.DataParallel), *vars(nn.Module()), *SET}
 OPTIONS = {
     name
     for name, each in inspect.signature(DataParallel).parameters.items()
@@ -29,12 +28,8 @@ INSIDE = {*vars(DataParallel(nn.Identity(), ["cpu"] * 2).options), *dir(WrapperO
 FORMER = {"_loss", "_split", "_scalars", "_pad", "_permits", "_checks", "_kept", "_compile", "_stages", "_call_options"}
 NAMES = sorted(
     name
-    for name in {*OPTIONS, *INSIDE, *(f"_{each}" for each in INSIDE), *FORMER, "frozen", "options", "_hooks_follow"}
+    for name in {*OPTIONS, *INSIDE, *(f"_{each}" for each in INSIDE), *FORMER, "frozen", "options"}
     if "__" not in name and name not in TORCHS
-)
-
-both_classes = pytest.mark.parametrize(
-    "wrapper", [DataParallel, torch_wrapper.DataParallel], ids=["own", "in the place of torch's"]
 )
 
 
@@ -86,21 +81,10 @@ def trains_as_one_device(model: Any, net: nn.Module, x: Tensor) -> None:
 def test_the_wrapper_has_torchs_names_and_one_private_object(net: Net, slots: list) -> None:
     model = DataParallel(net, slots)
     ours = {*dir(DataParallel), *vars(model)} - TORCHS - {*dir(nn.Module)}  # other libraries add names to that class
-    assert ours - {"__getstate__"} == {"_dataparallel", "_dataparallel_as_torch"}
+    assert ours - {"__getstate__"} == {"_dataparallel"}
 
 
-def test_in_the_place_of_torchs_class_options_is_a_name_of_the_program(net: Net, slots: list, x: Tensor) -> None:
-    del net.options
-    model = torch_wrapper.DataParallel(net, slots)
-    assert not hasattr(model, "options")
-    model.options = nn.Parameter(torch.zeros(1))
-    assert next(iter(model.state_dict())) == "options"
-    trains_as_one_device(model, net, x)
-    del model.options
-    assert not hasattr(model, "options")
-
-
-def test_elsewhere_no_tensor_takes_the_name_of_the_options(net: Net, slots: list, x: Tensor) -> None:
+def test_no_tensor_takes_the_name_of_the_options(net: Net, slots: list, x: Tensor) -> None:
     model: Any = DataParallel(net, slots)
     for register in (model.register_buffer, model.register_parameter, model.__setattr__):
         with pytest.raises(KeyError, match="attribute 'options' already exists"):
@@ -125,9 +109,8 @@ def test_a_copy_has_options_of_its_own(copied: Any, net: Net, slots: list, x: Te
 USES = ("before init", "after init", "class attribute", "property", "method", "module")
 
 
-@both_classes
 @pytest.mark.parametrize("hands_on", [False, True], ids=["", "hands names on"])
-def test_a_subclass_uses_any_name_for_anything(wrapper: Any, hands_on: bool, net: Net, slots: list, x: Tensor) -> None:
+def test_a_subclass_uses_any_name_for_anything(hands_on: bool, net: Net, slots: list, x: Tensor) -> None:
     @settings(max_examples=20)
     @given(st.dictionaries(st.sampled_from(NAMES), st.sampled_from(USES)))
     def check(uses: dict[str, str]) -> None:
@@ -150,7 +133,7 @@ def test_a_subclass_uses_any_name_for_anything(wrapper: Any, hands_on: bool, net
                 body[name] = property(lambda self, name=name: f"own {name}")
             elif use == "method":
                 body[name] = lambda self, name=name: f"own {name}"
-        model = type("Own", (wrapper,), body)()
+        model = type("Own", (DataParallel,), body)()
         for _ in range(2):
             for name in NAMES:
                 if name in uses:
@@ -166,12 +149,11 @@ def test_a_subclass_uses_any_name_for_anything(wrapper: Any, hands_on: bool, net
     check()
 
 
-@both_classes
 @pytest.mark.parametrize("hands_on", [False, True], ids=["", "hands names on"])
-def test_torchs_attributes_are_enough(wrapper: Any, hands_on: bool, net: Net, slots: list, x: Tensor) -> None:
+def test_torchs_attributes_are_enough(hands_on: bool, net: Net, slots: list, x: Tensor) -> None:
     """A subclass that calls no ``__init__`` of the wrapper's."""
 
-    class ByHand(wrapper):  # type: ignore[misc]
+    class ByHand(DataParallel):
         def __init__(self) -> None:
             nn.Module.__init__(self)
             self.module, self.dim = net, 0
@@ -182,7 +164,7 @@ def test_torchs_attributes_are_enough(wrapper: Any, hands_on: bool, net: Net, sl
         ByHand.__getattr__ = handed_on
     model = ByHand()
     trains_as_one_device(model, net, x)
-    if wrapper is DataParallel and not hands_on:  # which finds the module's own `options`
+    if not hands_on:  # which finds the module's own `options`
         model.options.chunk_sizes = [1, 4, 2]
         trains_as_one_device(model, net, x)
         model.options.chunk_sizes = None

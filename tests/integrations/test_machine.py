@@ -1,5 +1,8 @@
 """The description says what the machine has, touches no device, and ends with what to do next."""
 
+import runpy
+import sys
+
 import pytest
 import torch
 
@@ -60,3 +63,11 @@ def test_the_command_describes_the_machine_and_touches_no_device():
     text = run_script(program)
     assert text.startswith("dataparallel  ")
     assert "\nwhat to do next\n" in text
+
+
+def test_an_argument_that_it_does_not_know_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dataparallel", "train.py"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("dataparallel", run_name="__main__")
+    assert ended.value.code == 2
+    assert "unrecognized arguments: train.py" in capsys.readouterr().err

@@ -210,9 +210,7 @@ def _by_torch(machine: CheckedMachine) -> Callable[[nn.Module], Any]:
     def make(module: nn.Module) -> Any:
         if machine.root.type != "cuda" or len(machine.devices) < 2:
             raise NotHere("needs two CUDA devices")
-        from dataparallel.forms.data_parallel import TorchDataParallel
-
-        return TorchDataParallel(module, [device.index for device in machine.devices])
+        return nn.DataParallel(module, [device.index for device in machine.devices])
 
     return make
 
