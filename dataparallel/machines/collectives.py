@@ -120,33 +120,37 @@ class Transfer:
 
         ``send`` and ``receive``: how many elements go to each rank, and come from each. All ranks have the same dtype.
         """
-        received, flat, each = _bytes(self._result), _bytes(self.payload), self.payload.element_size()
-        sizes = [each * size for size in receive], [each * size for size in send]
-        return self._issue(lambda: link.backend(flat).alltoall_base(received, flat, *sizes))
+        return self._swap(link, self._result, self.payload, receive, send)
 
     def reduce_scatter(self, link: Link) -> Transfer:
         """This rank's slice of the sum over ranks of 1-D tensors, in as many near-equal slices.
 
         With gloo it is added in rank order.
         """
-        flat = _real(self.payload)
-        if flat.device != CPU:
-            received = _real(self._result)
+        if self.payload.device != CPU:
+            flat, received = _real(self.payload), _real(self._result)
             return self._issue(lambda: reduce_scatter_of(link.nccl)(received, flat))
         sizes = tensor_split_sizes(self.payload.numel(), link.size)
+        own = sizes[link.rank]
         if self.receive_buffer is None:
-            self.receive_buffer = self.payload.new_empty(sizes[link.rank])
-        rows = self._rows = flat.new_empty(link.size, _real(self.receive_buffer).numel())
-        splits = [rows.shape[1]] * link.size, [_numbers(self.payload, size) for size in sizes]
-        return self._issue(lambda: link.gloo.alltoall_base(rows.view(-1), flat, *splits))
+            self.receive_buffer = self.payload.new_empty(own)
+        self._rows = self.payload.new_empty(link.size, own)
+        return self._swap(link, self._rows, self.payload, [own] * link.size, sizes)
 
     def send_sum(self, link: Link) -> Transfer:
         """Sends the part of this rank, which has arrived, to all, in place of what was given."""
         self._take_on()
-        flat, part = _real(self.payload), _real(self._result)
-        sizes = [_numbers(self.payload, size) for size in tensor_split_sizes(self.payload.numel(), link.size)]
-        copies, self.receive_buffer = part.repeat(link.size), None
-        return self._issue(lambda: link.gloo.alltoall_base(flat, copies, sizes, [part.numel()] * link.size))
+        part, self.receive_buffer = self._result, None
+        sizes = tensor_split_sizes(self.payload.numel(), link.size)
+        return self._swap(link, self.payload, part.repeat(link.size), sizes, [part.numel()] * link.size)
+
+    def _swap(
+        self, link: Link, received: Tensor, sent: Tensor, receive: Sequence[int], send: Sequence[int]
+    ) -> Transfer:
+        """All-to-all. ``receive`` and ``send``: how many elements come from each rank, and go there."""
+        to, flat, each = _bytes(received), _bytes(sent), sent.element_size()
+        sizes = [each * size for size in receive], [each * size for size in send]
+        return self._issue(lambda: link.backend(flat).alltoall_base(to, flat, *sizes))
 
     def _issue(self, begin: Callable[[], Any]) -> Transfer:
         """The payload is ready to be sent: the host waits for a copy, or the stream that NCCL waits for is current."""
@@ -212,10 +216,8 @@ class Transfer:
 
     def _add_up(self) -> None:
         rows, self._rows = self._rows, None
-        if rows is not None:
-            torch.sum(rows[:1], 0, out=_real(self._result))
-            for row in rows[1:]:
-                _real(self._result).add_(row)
+        for i, row in enumerate(() if rows is None else rows):
+            self._result.add_(row) if i else self._result.copy_(row)
 
 
 def stage(
@@ -231,11 +233,6 @@ def stage(
     not the current ones: with NCCL the receive buffer is theirs, so that its memory is free once the result is dropped.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()  # a conjugate that is not computed has no bytes of its own
-    if tensor.layout is not torch.strided or not tensor.is_contiguous():
-        raise ValueError(
-            f"a collective takes dense contiguous tensors; got layout {tensor.layout} and strides "
-            f"{tensor.stride() if tensor.layout is torch.strided else None}: flatten it first"
-        )
     device, buffer, is_free = tensor.device, None, None
     if machines.is_nccl(device):
         if receives is not None:
@@ -260,8 +257,3 @@ def _bytes(flat: Tensor) -> Tensor:
 def _real(tensor: Tensor) -> Tensor:
     """A flat view. Complex numbers are pairs of real ones, because backends add real numbers only."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
-
-
-def _numbers(tensor: Tensor, size: int) -> int:
-    """How many real numbers so many elements are."""
-    return size * (1 + tensor.is_complex())

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, distributed
@@ -40,25 +40,6 @@ _Item: TypeAlias = tuple[list[Result], str | None, Callable[[str], Any]]
 
 _given: dict[int, tuple[Any, Machines]] = {}
 """Users' groups by their ids, with their `Machines`. They are held until they are destroyed, on all ranks alike."""
-
-
-class End(NamedTuple):
-    """The end of a pass. No rank may use a sum before `wait` returns: then all ranks have sent all of theirs."""
-
-    said: Result
-
-    def wait(self) -> tuple[list[bool], Any]:
-        """The bit mask, of which an entry is true if it is on any rank; and what rank 0 has said besides."""
-        said = self.said.wait()
-        for key in {key for _, sent, _ in said for key in sent}:
-            if len({sent[key] for _, sent, _ in said if key in sent}) > 1:
-                raise self.said.state.end(
-                    MachinesDiffer,
-                    "the ranks have not sent the same things in one order before the end of this pass, so no gradient "
-                    "is used: they have run other forwards or backwards, or other parts of the model. All ranks have "
-                    "to run the same calls on the same model",
-                )
-        return [any(of_ranks) for of_ranks in zip(*(mask for mask, _, _ in said), strict=True)], said[0][2]
 
 
 class Lane:
@@ -109,10 +90,15 @@ class Lane:
         """Adds a word. The result is the list of all ranks' values, or `MachinesDiffer` if the texts differ."""
         return self._add(kind, [what], None, partial(self._gather, f"{kind}\n{text}", value))[0]
 
-    def end(self, kind: str, mask: Sequence[bool], others: Sequence[Lane] = (), extra: Any = None) -> End:
-        """Adds the word at the end of a pass: a bit mask, and what the pass has sent."""
-        sent = {f"{lane.name} of {lane.machines.ranks}": lane.history for lane in (self, *others)}
-        return End(self.gather(f"the end of {kind!r}", f"{len(mask)} gradients", (bytes(mask), sent, extra), "the end"))
+    def end(self, kind: str, mask: Sequence[bool], others: Sequence[Lane] = (), extra: Any = None) -> Result:
+        """Adds the word at the end of a pass. No rank may use a sum before it has come: then all have sent all.
+
+        Ranks whose lanes have not sent the same in one order differ in this word. The result is the bit mask, of which
+        an entry is true if it is on any rank; and what rank 0 has said besides.
+        """
+        sent = ", ".join(f"checksum {lane.history} in {lane.name!r}" for lane in (self, *others))
+        text = f"the end of {kind!r}\n{len(mask)} gradients\nwhat has been sent until then, in this order: {sent}"
+        return self._add(kind, ["the end"], None, partial(self._end, text, (bytes(mask), extra)))[0]
 
     def _add(self, kind: str, what: Sequence[str], text: str | None, issue: Callable[[str], Any]) -> list[Result]:
         self.state.check_process()
@@ -211,17 +197,20 @@ class Lane:
         called.check()
         return [called]
 
+    def _end(self, text: str, value: tuple[bytes, Any], what: str) -> _Pauses:
+        ((*said,),) = yield from self._gather(text, value, what)
+        return [([any(of_ranks) for of_ranks in zip(*(mask for mask, _ in said), strict=True)], said[0][1])]
+
     def _gather(self, text: str, value: Any, what: str) -> _Pauses:
         """Gathers a word. A second message is sent if one of them is long."""
         gloo = yield from self._connect(what, f"words of {self.name}", self.machines.places)
         pickled = pickle.dumps((text, value))
         data = len(pickled).to_bytes(_LENGTH, "little") + pickled
         rows = yield from self._gather_bytes(what, gloo, data[:_FRAME], _FRAME)
-        lengths = [_LENGTH + int.from_bytes(row[:_LENGTH], "little") for row in rows]
-        if max(lengths) > _FRAME:
-            rests = yield from self._gather_bytes(what, gloo, data[_FRAME:], max(lengths) - _FRAME)
-            rows = [row + rest for row, rest in zip(rows, rests, strict=True)]
-        said = [pickle.loads(row[_LENGTH:length]) for row, length in zip(rows, lengths, strict=True)]
+        longest = max(_LENGTH + int.from_bytes(row[:_LENGTH], "little") for row in rows)
+        if longest > _FRAME:
+            rows = yield from self._gather_bytes(what, gloo, data, longest)
+        said = [pickle.loads(row[_LENGTH:]) for row in rows]  # pickle knows where a value ends
         texts = [text for text, _ in said]
         if len({*texts}) > 1:
             kind, parts = texts[0].partition("\n")[0], "; ".join(differences(texts, self.machines.ranks))
