@@ -56,12 +56,11 @@ class Transfer:
     while the host is ahead.
 
     Attributes:
-        tensor: the tensor that was given to `stage`.
-        payload: the tensor that is sent: ``tensor`` itself, or a copy of it in host memory.
-        event: comes after the copy, or after the launches that have computed ``tensor``; ``None`` on the CPU.
-        receive_buffer: the result is written here. `None` if the result replaces ``payload``.
+        payload: what is sent: the tensor that was given to `stage`, or a copy of it in host memory.
+        event: comes after the copy, or after the launches that have computed the tensor; ``None`` on the CPU.
+        receive_buffer: the result is written here. ``None`` if the result replaces ``payload``.
         is_free: an event after former uses of the receive buffer, which may be on another stream than ``event``.
-        stream: the stream of ``event``, to which the memory of ``tensor`` belongs.
+        stream: with NCCL the stream of ``event``, to which the sent memory belongs.
     """
 
     tensor: Tensor
@@ -71,7 +70,7 @@ class Transfer:
     is_free: Event | None = None
     stream: torch.Stream | None = None
     _work: Any = None
-    _rows: Tensor | None = None  # what has come from each rank, if the result is their sum
+    _total: Tensor | None = None  # for the sum of what comes from each rank
     is_part_of_sum: bool = False
 
     @property
@@ -116,11 +115,13 @@ class Transfer:
         return self._issue(lambda: all_gather_of(link.backend(flat))(received, flat))
 
     def all_to_all(self, send: Sequence[int], receive: Sequence[int], link: Link) -> Transfer:
-        """Sends a slice of a 1-D tensor to each rank. Returns the slices from all ranks, in rank order.
+        """Sends a slice of a tensor to each rank. The result is the slices from all ranks, in rank order.
 
         ``send`` and ``receive``: how many elements go to each rank, and come from each. All ranks have the same dtype.
         """
-        return self._swap(link, self._result, self.payload, receive, send)
+        received, flat, each = _bytes(self._result), _bytes(self.payload), self.payload.element_size()
+        sizes = [each * size for size in receive], [each * size for size in send]
+        return self._issue(lambda: link.backend(flat).alltoall_base(received, flat, *sizes))
 
     def reduce_scatter(self, link: Link) -> Transfer:
         """This rank's slice of the sum over ranks of 1-D tensors, in as many near-equal slices.
@@ -132,25 +133,16 @@ class Transfer:
             return self._issue(lambda: reduce_scatter_of(link.nccl)(received, flat))
         sizes = tensor_split_sizes(self.payload.numel(), link.size)
         own = sizes[link.rank]
-        if self.receive_buffer is None:
-            self.receive_buffer = self.payload.new_empty(own)
-        self._rows = self.payload.new_empty(link.size, own)
-        return self._swap(link, self._rows, self.payload, [own] * link.size, sizes)
+        self._total = self.payload.new_empty(own) if self.receive_buffer is None else self.receive_buffer
+        self.receive_buffer = self.payload.new_empty(link.size * own)
+        return self.all_to_all(sizes, [own] * link.size, link)
 
     def send_sum(self, link: Link) -> Transfer:
         """Sends the part of this rank, which has arrived, to all, in place of what was given."""
         self._take_on()
-        part, self.receive_buffer = self._result, None
-        sizes = tensor_split_sizes(self.payload.numel(), link.size)
-        return self._swap(link, self.payload, part.repeat(link.size), sizes, [part.numel()] * link.size)
-
-    def _swap(
-        self, link: Link, received: Tensor, sent: Tensor, receive: Sequence[int], send: Sequence[int]
-    ) -> Transfer:
-        """All-to-all. ``receive`` and ``send``: how many elements come from each rank, and go there."""
-        to, flat, each = _bytes(received), _bytes(sent), sent.element_size()
-        sizes = [each * size for size in receive], [each * size for size in send]
-        return self._issue(lambda: link.backend(flat).alltoall_base(to, flat, *sizes))
+        part, sizes = self._result, tensor_split_sizes(self.payload.numel(), link.size)
+        self.payload, self.receive_buffer = part.repeat(link.size), self.payload
+        return self.all_to_all([part.numel()] * link.size, sizes, link)
 
     def _issue(self, begin: Callable[[], Any]) -> Transfer:
         """The payload is ready to be sent: the host waits for a copy, or the stream that NCCL waits for is current."""
@@ -215,9 +207,11 @@ class Transfer:
             self._add_up()
 
     def _add_up(self) -> None:
-        rows, self._rows = self._rows, None
-        for i, row in enumerate(() if rows is None else rows):
-            self._result.add_(row) if i else self._result.copy_(row)
+        if self._total is not None:
+            first, *others = self._result.split(max(1, self._total.numel()))
+            self.receive_buffer, self._total = self._total.copy_(first), None
+            for row in others:
+                self.receive_buffer.add_(row)
 
 
 def stage(
