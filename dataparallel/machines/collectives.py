@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,10 +22,6 @@ from dataparallel.devices import CPU
 SLICE = 0.2
 """Seconds between two checks of a wait for failures and for the timeout."""
 
-launching = threading.Lock()
-"""Held by the thread that launches NCCL. NCCL forbids launches from several threads at once, on any communicators: two
-launches that wait for each other's kernels hang. The lock does not cover launches that the user makes."""
-
 Check = Callable[[], object]
 """A function that a wait calls several times a second. It raises if the wait has become useless."""
 
@@ -38,7 +33,7 @@ class Link:
     rank: int
     size: int
     gloo: Any
-    nccl: Any
+    nccl: Any = None
 
     def backend(self, tensor: Tensor) -> Any:
         return self.gloo if tensor.device == CPU else self.nccl
@@ -93,9 +88,8 @@ class Transfer:
     def sum(self, link: Link) -> Transfer:
         """The sum over ranks, in place if the tensor can be sent directly.
 
-        With gloo it is added in rank order, so equal inputs give equal bits in every run, in buckets of any size:
-        gloo's own sum of more than two begins at a rank that depends on the position in the tensor. So this begins with
-        the part of one rank, and `send_sum` comes after.
+        With gloo it is added in rank order, so equal inputs give equal bits. gloo's own sum of more than two begins at
+        a rank that depends on the position in the tensor. So this sums the part of each rank, and `send_sum` follows.
         """
         flat = _real(self.payload)
         self.is_part_of_sum = link.size > 2 and flat.device == CPU
@@ -124,10 +118,7 @@ class Transfer:
         return self._issue(lambda: link.backend(flat).alltoall_base(received, flat, *sizes))
 
     def reduce_scatter(self, link: Link) -> Transfer:
-        """This rank's slice of the sum over ranks of 1-D tensors, in as many near-equal slices.
-
-        With gloo it is added in rank order.
-        """
+        """This rank's slice of the sum over ranks of 1-D tensors, in as many near-equal slices."""
         if self.payload.device != CPU:
             flat, received = _real(self.payload), _real(self._result)
             return self._issue(lambda: reduce_scatter_of(link.nccl)(received, flat))
@@ -139,10 +130,9 @@ class Transfer:
 
     def send_sum(self, link: Link) -> Transfer:
         """Sends the part of this rank, which has arrived, to all, in place of what was given."""
-        self._take_on()
-        part, sizes = self._result, tensor_split_sizes(self.payload.numel(), link.size)
-        self.payload, self.receive_buffer = part.repeat(link.size), self.payload
-        return self.all_to_all([part.numel()] * link.size, sizes, link)
+        whole, part = self.payload, self.send_on().payload
+        self.payload, self.receive_buffer = part.repeat(link.size), whole
+        return self.all_to_all([part.numel()] * link.size, tensor_split_sizes(whole.numel(), link.size), link)
 
     def _issue(self, begin: Callable[[], Any]) -> Transfer:
         """The payload is ready to be sent: the host waits for a copy, or the stream that NCCL waits for is current."""
@@ -171,8 +161,7 @@ class Transfer:
         memory. While the host waits it calls ``check`` several times a second, which may raise.
         """
         if self.stream is not None:
-            # The sent memory goes back to the stream that has staged it, so that stream waits too.
-            with streams_set({self.stream.device: self.stream}):
+            with streams_set({self.stream.device: self.stream}):  # the sent memory goes back to this stream
                 self._work.wait()
             self._work.wait()
             return self._result
@@ -194,17 +183,13 @@ class Transfer:
 
     def send_on(self) -> Transfer:
         """The result takes the place of the payload, for the thread that has issued this collective to send it on."""
-        self._take_on()
+        with streams_set(
+            {} if self.stream is None else {self.stream.device: kept_stream(self.stream.device, "collectives")}
+        ):
+            self._work.wait()  # on the host it is done, or raises its error
+        self._add_up()
         self.payload, self.receive_buffer = self._result, None
         return self
-
-    def _take_on(self) -> None:
-        if self.stream is not None:
-            with streams_set({self.stream.device: kept_stream(self.stream.device, "collectives")}):
-                self._work.wait()
-        else:
-            self._work.wait()  # it is done, or raises its error
-            self._add_up()
 
     def _add_up(self) -> None:
         if self._total is not None:

@@ -44,11 +44,7 @@ class Issuer:
     ``changed`` guards the items of all lanes, and `wake` notifies it. The thread is a daemon, as a launch may block.
     """
 
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Begins without lanes and without a thread, as a forked child does."""
+    def __init__(self) -> None:  # a forked child calls this again
         self.changed = threading.Condition()
         self.is_closed = self._is_awake = False
         self._lanes: dict[Any, None] = {}
@@ -102,7 +98,7 @@ states: WeakMembers[GroupState] = WeakMembers()
 
 @in_forked_child
 def _start_afresh_after_fork() -> None:
-    issuer.begin()
+    Issuer.__init__(issuer)
     states.clear()
 
 
@@ -142,24 +138,22 @@ class GroupState:
 
     Attributes:
         ranks: the global numbers of the ranks, which messages name.
-        backends: for each type of device the backend that the user's group has.
+        backends: for each type of device the backend that the user's ``group`` has.
         lost: the error that has ended the group.
-        turns: numbers of lanes that rank 0 has sent; see `Lane`.
+        turn: the number of a lane, which rank 0 sends, and the future of that; see `Lane`.
     """
 
-    def __init__(
-        self, name: str, ranks: Sequence[int], rank: int, backends: dict[str, str], timeout: float, store: Any
-    ) -> None:
-        self.ranks, self.rank, self.size = [*ranks], rank, len(ranks)
-        self.backends, self.timeout = backends, timeout
-        self.has_nccl = "nccl" in self.backends.values()
+    def __init__(self, name: str, ranks: Sequence[int], backends: dict[str, str], timeout: float, group: Any) -> None:
+        self.ranks, self.rank, self.size = [*ranks], ranks.index(distributed.get_rank()), len(ranks)
+        self.backends, self.timeout, self.has_nccl = backends, timeout, "nccl" in backends.values()
         # A store serves one thread at a time, and one may wait in it for the other ranks: so there are clones.
-        self.store: Any = distributed.distributed_c10d.PrefixStore(f"dataparallel/{name}", store.clone())
+        store = group.get_group_store().clone()
+        self.store: Any = distributed.distributed_c10d.PrefixStore(f"dataparallel/{name}", store)
         self.lane_count = 0
         self.lost: MachinesError | None = None
         self.connections: dict[str, Future[Any]] = {}
         self.nccl: dict[tuple[int, ...], Any] = {}  # communicators, by places of ranks
-        self.turns: list[tuple[torch.Tensor, Any]] = []
+        self.turn: tuple[torch.Tensor, Any] | None = None
         self._ending = threading.RLock()  # the garbage collector may end a failed pass of backward anywhere
         self._process = os.getpid()  # a forked child is no rank
         states.add(self)
@@ -186,9 +180,8 @@ class GroupState:
             return distributed.ProcessGroupGloo(*self._place_in(name, places))
         except RuntimeError as error:
             raise distributed.DistNetworkError(
-                f"{error}. If the machines are several hosts: gloo offers others the address of this host's name, "
-                f"{socket.gethostname()!r}. Where that is 127.0.0.1 or the like, set GLOO_SOCKET_IFNAME to the network "
-                "interface that connects them, on each"
+                f"{error}. Between hosts, gloo offers the address of this host's name, {socket.gethostname()!r}. Where "
+                "that is 127.0.0.1 or the like, set GLOO_SOCKET_IFNAME to the network interface that connects them"
             ) from error
 
     def communicators(self, places: tuple[int, ...]) -> Any:
@@ -277,10 +270,8 @@ class GroupState:
         all_waits = [f"{of_ranks([self.ranks[place]])} has waited for {waits[place]}" for place in sorted(waits)]
         silent = [rank for place, rank in enumerate(self.ranks) if place not in waits]
         no_word = f"No word from {of_ranks(silent)}. " if silent else ""
-        return (
-            f"{'; '.join(all_waits)}, and nothing comes any more: {why}. {no_word}A process has ended or hangs, or the "
-            "ranks do not run the same number of steps"
-        )
+        end = "A process has ended or hangs, or the ranks do not run the same number of steps"
+        return f"{'; '.join(all_waits)}, and nothing comes any more: {why}. {no_word}{end}"
 
 
 def in_a_thread(task: Callable[[], Any]) -> Future[Any]:

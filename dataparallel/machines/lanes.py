@@ -5,8 +5,8 @@ they were added, which is that of buckets and units: rank 0 sends it after the f
 ``sharded.units.over_machines``). Lanes have connections of their own, so none waits for another. Only NCCL, and hooks,
 which send over a group of the user, need one order over all lanes: the order in which rank 0 launches.
 
-A *word* is a small value of each rank, gathered over gloo. A pair of items that have not followed each other before is
-compared by a word, once: after the first step nothing more is sent for that.
+A *word* is a small value of each rank, gathered over gloo. Items that have not followed each other before are compared
+by a word, once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -26,7 +25,7 @@ from torch import Tensor, distributed
 
 from dataparallel import _torch
 from dataparallel.devices import CPU
-from dataparallel.machines.collectives import SLICE, Link, Transfer, launching, stage
+from dataparallel.machines.collectives import SLICE, Link, Transfer, stage
 from dataparallel.machines.errors import MachinesDiffer, MachinesError, differences
 from dataparallel.machines.group import GroupState, Result, in_a_thread, issuer, states
 
@@ -72,29 +71,27 @@ class Lane:
     ) -> list[Result]:
         """Adds one collective on each of several devices. On none of them another launch comes between.
 
-        The thread calls ``calls`` in the order in which items were added. If one raises, that ends the group. ``text``
-        says whatever decides sizes and dtypes. ``over``: those that send, if not all of the lane. ``then``: those that
-        sum what has come.
+        If one of ``calls`` raises, that ends the group. ``text`` says whatever decides sizes and dtypes. ``over``:
+        those that send, if not all of the lane. ``then``: those that sum what has come.
         """
         return self._add(kind, what, text, partial(self._launch, calls, over or self.machines, then))
 
     def call(self, kind: str, what: str, text: str, begin: Callable[[], Any]) -> Result:
         """Adds a communication hook, which may send anything itself. ``begin`` calls it. The result is what it returns.
 
-        That has a ``future`` and ``check()``. The thread waits for the future, calls ``check``, and issues nothing else
-        meanwhile. If anything raises on a rank, that ends the group, and no rank calls the next hook.
+        The thread waits for its ``future``, calls its ``check()``, and issues nothing else meanwhile. If anything
+        raises on a rank, that ends the group, and no rank calls the next hook.
         """
         return self._add(kind, [what], text, partial(self._run_hook, begin))[0]
 
-    def gather(self, kind: str, text: str, value: Any, what: str = "what the ranks say") -> Result:
+    def gather(self, kind: str, text: str, value: Any) -> Result:
         """Adds a word. The result is the list of all ranks' values, or `MachinesDiffer` if the texts differ."""
-        return self._add(kind, [what], None, partial(self._gather, f"{kind}\n{text}", value))[0]
+        return self._add(kind, ["what the ranks say"], None, partial(self._gather, f"{kind}\n{text}", value))[0]
 
     def end(self, kind: str, mask: Sequence[bool], others: Sequence[Lane] = (), extra: Any = None) -> Result:
-        """Adds the word at the end of a pass. No rank may use a sum before it has come: then all have sent all.
+        """Adds the word at the end of a pass, before which no rank may use a sum. It says what was sent in these lanes.
 
-        Ranks whose lanes have not sent the same in one order differ in this word. The result is the bit mask, of which
-        an entry is true if it is on any rank; and what rank 0 has said besides.
+        The result is the bit mask, of which an entry is true if it is on any rank; and what rank 0 has said besides.
         """
         sent = ", ".join(f"checksum {lane.history} in {lane.name!r}" for lane in (self, *others))
         text = f"the end of {kind!r}\n{len(mask)} gradients\nwhat has been sent until then, in this order: {sent}"
@@ -140,15 +137,11 @@ class Lane:
     def _launch(
         self, calls: Sequence[Callable[[Link], Transfer]], over: Machines, then: Machines | None, what: str
     ) -> _Pauses:
-        state, nccl = self.state, None
-        gloo = yield from self._connect(what, self.name, over.places)
-        if state.has_nccl:
+        link = Link(over.rank, over.size, (yield from self._connect(what, self.name, over.places)))
+        if self.state.has_nccl:
             yield from self._take_turn(what)
-            nccl = state.communicators(over.places)
-        link = Link(over.rank, over.size, gloo, nccl)
-        # Held for all devices of the item, so that other launches on them come before it or after it on each.
-        with launching if state.has_nccl else nullcontext():
-            issued = [call(link) for call in calls]
+            link.nccl = self.state.communicators(over.places)
+        issued = [call(link) for call in calls]
         parts = [each for each in issued if each.is_part_of_sum or then is not None]
         # gloo tells only of some collectives when they have ended.
         yield from self._until(what, lambda: all(each.has_arrived() for each in parts), polls=True)
@@ -164,31 +157,25 @@ class Lane:
         NCCL hangs if ranks launch in different orders. Rank 0 launches what is ready there, and tells the others, one
         small broadcast for each launch, which lane it was. They launch the next item of that lane.
         """
-        turns = self.state.turns
-        gloo = yield from self._connect(what, "turns", range(self.state.size))
-        if self.state.rank == 0:
-            gloo.broadcast([torch.tensor([self.number], device=CPU)], distributed.BroadcastOptions())
-            return
+        state, gloo = self.state, (yield from self._connect(what, "turns", range(self.state.size)))
 
         def is_of_this_lane() -> bool:
-            if not turns:
-                told = torch.empty(1, dtype=torch.int64, device=CPU)
-                turns.append((told, gloo.broadcast([told], distributed.BroadcastOptions()).get_future()))
-                turns[0][1].add_done_callback(issuer.wake)
-            told, future = turns[0]
-            if not future.done():
-                return False
-            future.wait()
-            return int(told) == self.number
+            if state.turn is None:
+                told = torch.tensor([self.number], device=CPU)  # what rank 0 tells
+                state.turn = told, gloo.broadcast([told], distributed.BroadcastOptions()).get_future()
+                state.turn[1].add_done_callback(issuer.wake)
+            told, future = state.turn
+            if state.rank and future.done():
+                future.wait()  # raises its error
+            return not state.rank or (future.done() and int(told) == self.number)
 
         yield from self._until(what, is_of_this_lane)
-        turns.clear()
+        state.turn = None
         issuer.wake()  # another lane may wait for the next turn
 
     def _run_hook(self, begin: Callable[[], Any], what: str) -> _Pauses:
         """Runs a communication hook, which sends messages over a group of the user."""
-        # All ranks come to this hook, so none has failed before it, or in the one before.
-        yield from self._gather("a hook", None, what)
+        yield from self._gather("a hook", None, what)  # no rank has failed before
         yield from self._take_turn(what)
         called, check, done = begin(), self.state.wait_check(what), threading.Event()
         called.future.add_done_callback(lambda _: done.set())
@@ -205,11 +192,18 @@ class Lane:
         """Gathers a word. A second message is sent if one of them is long."""
         gloo = yield from self._connect(what, f"words of {self.name}", self.machines.places)
         pickled = pickle.dumps((text, value))
-        data = len(pickled).to_bytes(_LENGTH, "little") + pickled
-        rows = yield from self._gather_bytes(what, gloo, data[:_FRAME], _FRAME)
-        longest = max(_LENGTH + int.from_bytes(row[:_LENGTH], "little") for row in rows)
-        if longest > _FRAME:
-            rows = yield from self._gather_bytes(what, gloo, data, longest)
+        data, rows, size, longest = len(pickled).to_bytes(_LENGTH, "little") + pickled, [b""], 0, _FRAME
+        while size < longest:
+            size = longest
+            own = torch.frombuffer(bytearray(data[:size].ljust(size, b"\0")), dtype=torch.uint8)
+            received = [torch.empty_like(own) for _ in self.machines.places]
+            work = gloo.allgather([received], [own])
+            future = work.get_future()  # it is done before the work says that it is completed
+            future.add_done_callback(issuer.wake)
+            yield from self._until(what, future.done)
+            work.wait()  # raises its error
+            rows = [row.numpy().tobytes() for row in received]
+            longest = max(_LENGTH + int.from_bytes(row[:_LENGTH], "little") for row in rows)
         said = [pickle.loads(row[_LENGTH:]) for row in rows]  # pickle knows where a value ends
         texts = [text for text, _ in said]
         if len({*texts}) > 1:
@@ -219,16 +213,6 @@ class Lane:
                 f"{parts}. All ranks have to run the same calls on the same model"
             )
         return [[value for _, value in said]]
-
-    def _gather_bytes(self, what: str, gloo: Any, data: bytes, size: int) -> _Pauses:
-        own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
-        rows = [torch.empty_like(own) for _ in range(self.machines.size)]
-        work = gloo.allgather([rows], [own])
-        future = work.get_future()  # it is done before the work says that it is completed
-        future.add_done_callback(issuer.wake)
-        yield from self._until(what, future.done)
-        work.wait()  # raises its error
-        return [row.numpy().tobytes() for row in rows]
 
     def _connect(self, what: str, purpose: str, places: Sequence[int]) -> _Pauses:
         connection = self.state.connection(f"{purpose}/{tuple(places)}", places)
@@ -285,8 +269,7 @@ class Machines:
             if id(group) not in _given:
                 ranks, backends = distributed.get_process_group_ranks(group), _backends(group)
                 timeout = _torch.group_timeout(group, torch.device(next(iter(backends)))).total_seconds()
-                rank, store = distributed.get_rank(group), group.get_group_store()
-                state = GroupState("given", ranks, rank, backends, timeout, store)
+                state = GroupState("given", ranks, backends, timeout, group)
                 _given[id(group)] = group, Machines(state, range(len(ranks)))
             return _given[id(group)][1]
 
@@ -296,14 +279,13 @@ class Machines:
 
     # ---- machines with other ranks: all ranks ask for them in one order
 
-    @staticmethod
-    def product(ranks: Sequence[int], row: GroupState) -> Machines:
-        """All ``ranks`` of a mesh of which ``row`` is a row; the same object each time."""
+    def product(self, ranks: Sequence[int]) -> Machines:
+        """All ``ranks`` of a mesh of which these are a row; the same object each time."""
         world: Any = distributed.group.WORLD
         made, key = Machines.of(world)._made, ("product", *ranks)
         if key not in made:
-            place, settings = ranks.index(distributed.get_rank()), (row.backends, row.timeout, world.get_group_store())
-            made[key] = Machines(GroupState(f"product {ranks}", ranks, place, *settings), range(len(ranks)))
+            state = GroupState(f"product {ranks}", ranks, self.state.backends, self.state.timeout, world)
+            made[key] = Machines(state, range(len(ranks)))
         return made[key]
 
     def part(self, ranks: Sequence[int]) -> Machines:
@@ -337,8 +319,8 @@ class Machines:
     def names_of(self, devices: Sequence[torch.device]) -> list[str]:
         """For each device a name such as ``cuda 0``. Ranks that send from devices of one name have one communicator.
 
-        Names follow from the order in which devices come, and indices need not agree on the ranks. With NCCL, ranks
-        that send from devices of different names would wait for ever, or sum what does not belong together.
+        Names follow from the order in which devices come: indices need not agree. With NCCL, ranks that send from
+        devices of different names would wait for ever, or sum what does not belong together.
         """
         known = [*dict.fromkeys([*self._devices, *devices])]
         return [f"{each.type} {known.index(each)}" for each in devices]

@@ -16,53 +16,41 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dataparallel import _torch
 from dataparallel.autograd.node import Node
 from dataparallel.autograd.pass_of_backward import error_of_failed_pass, running_pass
-from dataparallel.batches.structures import tensors_in
 from dataparallel.machines.collectives import stage
 from dataparallel.machines.lanes import Lane, Machines
 
 _KIND = "a collective across machines"
-
-_Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
-"""A shape and a dtype."""
+_Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # the shape and the dtype of a tensor
 
 
 class PeerRounds:
     """The collectives of one form, and a word at the end of a forward or backward with any, so that all fail together.
 
     A machine that fails before its first collective has to guess whether others begin one. It expects of a forward what
-    the last forward in the same mode did. For a backward the graph says it.
+    the last one in the same mode did. A backward tells of its failure where it sums gradients.
     """
 
     def __init__(self, machines: Machines) -> None:
-        self.machines, self._lane = machines, Lane(machines, "peers")
+        self.machines, self.lane = machines, Lane(machines, "peers")
         self._has_collectives: dict[Hashable, bool] = {}  # for each mode, whether the last call had any
 
     @contextmanager
     def calling(self, mode: Hashable, others_wait: Callable[[], bool]) -> Iterator[PeerCall]:
-        """Wraps a call of the form. It expects collectives if the last call in this ``mode`` had any.
-
-        ``others_wait``: true if other machines would wait without collectives too for a call that has failed here.
-        """
+        """Wraps a call. ``others_wait``: true if others would wait without collectives too if the call fails here."""
         call, is_expected = PeerCall(self), self._has_collectives.get(mode, False)
         try:
             yield call
             self._has_collectives[mode] = call.has_begun
             if call.has_begun or is_expected:
-                self.gather("the end of a forward with collectives across machines", "", None)
+                self.lane.gather("the end of a forward with collectives across machines", "", None).wait()
         except BaseException as error:
             if call.has_begun or is_expected or others_wait():
                 self.machines.state.fail(error)
             raise
         finally:
-            call.token = call.first_node = None  # they hold the graph
-
-    def gather(self, kind: str, text: str, value: Any) -> list[Any]:
-        """Gathers an object that can be pickled from each machine, in rank order. ``text`` is equal on all machines."""
-        found: list[Any] = self._lane.gather(kind, text, value).wait()
-        return found
+            call.token = None  # it holds the graph
 
     def exchange(self, text: str, tensors: Sequence[Tensor], coming: Sequence[_Kind]) -> list[Tensor]:
         """Sends tensors, as many to each machine in rank order, and returns those that come from each, as bytes."""
@@ -71,7 +59,7 @@ class PeerRounds:
         flat = torch.cat([*map(_bytes, tensors)])
         send, receive = _totals([each.nbytes for each in tensors], size), _totals(numels, size)
         call = partial(stage(self.machines, flat, sum(receive)).all_to_all, send, receive)
-        (result,) = self._lane.launch(_KIND, ["the values"], [call], f"{_KIND}\n{text}")
+        (result,) = self.lane.launch(_KIND, ["the values"], [call], f"{_KIND}\n{text}")
         pieces = result.wait().split(numels)  # a copy of each has an address that fits its dtype
         return [piece.clone().view(dtype).view(shape) for piece, (shape, dtype) in zip(pieces, coming, strict=True)]
 
@@ -83,7 +71,7 @@ class PeerRounds:
 
     def _end_backward(self, ok: bool) -> None:
         if ok:
-            self.gather("the end of a backward with collectives across machines", "", None)
+            self.lane.gather("the end of a backward with collectives across machines", "", None).wait()
         else:
             self.machines.state.fail(error_of_failed_pass())
 
@@ -97,7 +85,6 @@ class PeerCall:
     Attributes:
         counts: how many replicas each machine has, once `exchange_counts` has been called.
         token: a tensor without elements that the last collective in the graph has returned.
-        first_node: the node of the first collective in the graph.
     """
 
     def __init__(self, rounds: PeerRounds) -> None:
@@ -105,13 +92,12 @@ class PeerCall:
         self.counts: list[int] | None = None
         self.has_begun = False
         self.token: Tensor | None = None
-        self.first_node: Any = None
         self._number = 0
 
     def exchange_counts(self, count: int) -> None:
         """Begins the first collective. The machines gather how many replicas each of them has."""
         self.has_begun = True
-        self.counts = self.rounds.gather("the first collective across machines of a forward", "", count)
+        self.counts = self.rounds.lane.gather("the first collective across machines of a forward", "", count).wait()
 
     def exchange(
         self, text: str, for_machines: Sequence[Sequence[Tensor]], note: Any = None
@@ -129,33 +115,17 @@ class PeerCall:
         kinds = [[(tuple(each.shape), each.dtype) for each in tensors] for tensors in for_machines]
         needs_grad = records and any(each.requires_grad for each in sent)
         text = f"{text}{', recorded' if records else ''}"
-        said = self.rounds.gather(_KIND, text, (needs_grad, kinds, note))
+        said = self.rounds.lane.gather(_KIND, text, (needs_grad, kinds, note)).wait()
         coming = [kind for _, for_each, _ in said for kind in for_each[self.rank]]
         self._number += 1
         text = f"{text}, exchange {self._number}"  # backward compares the number
         if any(of_rank for of_rank, _, _ in said):
             before = torch.empty(0, device=sent[0].device, requires_grad=True) if self.token is None else self.token
             self.token, *found = _Exchange.apply(self.rounds, text, coming, before, *sent)
-            self.first_node = self.first_node or self.token.grad_fn
         else:
             found = self.rounds.exchange(text, sent, coming) if sent else []
         count = len(kinds[0])
         return [found[rank * count :][:count] for rank in range(self.size)], [of_rank for _, _, of_rank in said]
-
-    def expect_backward_of(self, output: Any) -> None:
-        """Adds hooks to ``output`` that tell `PeerRounds` if a backward from there will run this call's collectives."""
-        if self.first_node is None:
-            return
-        rounds, first_node = self.rounds, self.first_node
-
-        @_torch.not_traced
-        def look_ahead(grad: Tensor) -> None:
-            if _torch.will_engine_execute_node(first_node):
-                rounds.expect_in_backward()
-
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(look_ahead)
 
 
 class _Exchange(Node):

@@ -72,17 +72,14 @@ def compare(machines: Machines, what: str, description: Mapping[str, Any]) -> No
 def send_values(lane: Lane, named: Mapping[str, Tensor], cap_bytes: int = CAP_BYTES) -> None:
     """Copies the values of rank 0's tensors into the tensors of all ranks, in place.
 
-    Tensors travel as bytes in buckets, so any dtypes and strides will do, also complex, 0-dim and empty tensors. A
-    tensor that comes under several names travels once. The copies run on the current streams of the calling thread, and
-    version counters move on the ranks that receive.
+    Tensors travel as bytes in buckets, so any dtypes and strides will do, also complex, 0-dim and empty tensors. The
+    copies run on the current streams of the calling thread, and version counters move on the ranks that receive.
 
     If a rank fails or is gone, some tensors may have the values of rank 0 already.
     """
     machines, kind = lane.machines, "values of rank 0"
-    first = {id(tensor): name for name, tensor in reversed([*named.items()])}
     with failing_together(machines):
-        names = [name for name, tensor in named.items() if first[id(tensor)] == name]
-        tensors = [named[name] for name in names]
+        names, tensors = [*named], [*named.values()]
         text = f"{kind}\nbytes in a buffer: {cap_bytes}"
         for name, tensor in zip(names, tensors, strict=True):
             _check_values(name, tensor)
@@ -111,9 +108,7 @@ def _copy(tensor: Tensor, value: Tensor) -> None:
 def _check_values(name: str, tensor: Tensor) -> None:
     what = f"cannot send the values of rank 0: {name!r}"
     if problem := why_not_movable(tensor):
-        raise ValueError(
-            f"{what} {problem}. Give it values on every rank before, with to_empty() and load_state_dict()"
-        )
+        raise ValueError(f"{what} {problem}. Give it values on every rank, with to_empty() and load_state_dict()")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"{what} was made under torch.inference_mode() and cannot be changed in place; pass a clone()")
     is_strided = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized

@@ -27,8 +27,9 @@ def test_shapes_and_names_that_differ():
         {"layers.0.weight": WEIGHT},
     )
     assert found == [
-        "layers.0.weight: shape (4, 8), dtype half on ranks 0 and 2; shape (4, 9), dtype half on rank 1",
-        "head.bias: 1 on ranks 0 and 1; not there on rank 2",
+        "head.bias: 1 on ranks 0 and 1",
+        "layers.0.weight: shape (4, 8), dtype half on ranks 0 and 2",
+        "layers.0.weight: shape (4, 9), dtype half on rank 1",
     ]
 
 

@@ -12,7 +12,8 @@ import torch
 from torch.futures import Future
 
 from dataparallel.machines.errors import PeerGone
-from dataparallel.machines.lanes import End, Lane
+from dataparallel.machines.group import Result
+from dataparallel.machines.lanes import Lane
 from machine_ranks import all_machines, hooked, on_mortal_machines, said, summed, word
 
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
@@ -28,7 +29,7 @@ def waits_again(rank: int, devices: list[torch.device]) -> list[str]:
         os.kill(os.getpid(), signal.SIGKILL)
     lane = Lane(machines, "steps")
 
-    def end() -> End:
+    def end() -> Result:
         return lane.end("backward", [True])
 
     waits = [summed(lane, torch.ones(1)).wait, end().wait, lambda: end().wait()]
