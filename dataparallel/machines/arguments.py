@@ -64,10 +64,9 @@ def machines_of(process_group: Any, mesh: DeviceMesh | None, dimensions: int = 1
 class MachineMesh:
     """The machines of a fully sharded model: to shard over, to replicate over, or both: a row and a column.
 
-    Tensors are sharded over the slots of this machine and, if there are machines to *shard* over, over those of all of
-    these. With a group parameters are sharded over the devices of each machine and replicated over machines. A mesh
-    means what it means for ``torch.distributed.fsdp.fully_shard``: a single dimension shards; of two dimensions the
-    first one replicates and the second one shards.
+    With a group parameters are sharded over the slots of each machine and replicated over machines. A mesh means what
+    it means for ``torch.distributed.fsdp.fully_shard``: a single dimension shards; of two dimensions the first one
+    replicates and the second one shards.
 
     Attributes:
         given: what was given: to shard over, and to replicate over.

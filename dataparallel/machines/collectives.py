@@ -22,9 +22,6 @@ from dataparallel.devices import CPU
 SLICE = 0.2
 """Seconds between two checks of a wait for failures and for the timeout."""
 
-Check = Callable[[], object]
-"""A function that a wait calls several times a second. It raises if the wait has become useless."""
-
 
 @dataclass
 class Link:
@@ -74,14 +71,11 @@ class Transfer:
         return self.payload.device != self.tensor.device
 
     def copy_result(self, result: Tensor) -> Tensor:
-        """Copies ``result`` from host memory to the tensor's device, on the stream that is current there.
-
-        torch's host allocator holds the pinned memory until the copy is done.
-        """
+        """Copies ``result`` from host memory to the tensor's device, on the stream that is current there."""
         device = self.tensor.device
         assert self.event is not None
         self.event.make_wait(current_stream_at(device.index))
-        return result.to(device, non_blocking=True)
+        return result.to(device, non_blocking=True)  # torch's host allocator holds pinned memory for so long
 
     # ---- collectives
 
@@ -91,11 +85,10 @@ class Transfer:
         With gloo it is added in rank order, so equal inputs give equal bits. gloo's own sum of more than two begins at
         a rank that depends on the position in the tensor. So this sums the part of each rank, and `send_sum` follows.
         """
-        flat = _real(self.payload)
-        self.is_part_of_sum = link.size > 2 and flat.device == CPU
-        if self.is_part_of_sum:
+        if link.size > 2 and self.payload.device == CPU:
+            self.is_part_of_sum = True
             return self.reduce_scatter(link)
-        self.receive_buffer = None
+        flat, self.receive_buffer = _real(self.payload), None
         return self._issue(lambda: link.backend(flat).allreduce([flat]))
 
     def broadcast(self, link: Link) -> Transfer:
@@ -154,26 +147,23 @@ class Transfer:
     def _result(self) -> Tensor:
         return self.payload if self.receive_buffer is None else self.receive_buffer
 
-    def wait(self, check: Check = lambda: None) -> Tensor:
+    def wait(self, check: Callable[[], object] = lambda: None) -> Tensor:
         """The result, on the staged tensor's device, ready for the calling thread's current stream.
 
-        The host waits until the result has arrived. With NCCL the current stream waits, and it has to own the result's
-        memory. While the host waits it calls ``check`` several times a second, which may raise.
+        The host waits, and calls ``check`` several times a second, which may raise. With NCCL the current stream waits,
+        and it has to own the result's memory.
         """
         if self.stream is not None:
             with streams_set({self.stream.device: self.stream}):  # the sent memory goes back to this stream
                 self._work.wait()
             self._work.wait()
             return self._result
-        while True:
+        while not self._work.is_completed():
             try:
                 self._work.wait(timedelta(seconds=SLICE))
-                break
             except RuntimeError:
-                if self._work.is_completed():
-                    self._work.wait()  # it has ended just now, or raises its own error
-                    break
-            check()
+                check()
+        self._work.wait()  # raises its error
         self._add_up()
         return self.copy_result(self._result) if self.is_copied else self._result
 

@@ -1,12 +1,9 @@
-"""`MachinesError` and its subclasses: the errors of a group of machines. `differences` and `of_ranks` word them.
-
-Messages name the ranks, and what they have waited for. Any room may catch these errors.
-"""
+"""`MachinesError` and its subclasses: the errors of a group of machines. `differences` and `of_ranks` word them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
 
@@ -37,19 +34,6 @@ def copy_error(error: E) -> E:
 
 def describe_error(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-# ---- how ranks differ ------------------------------------------------------------------------------------------------
-
-
-def as_text(description: Mapping[str, Any]) -> str:
-    """A description as lines, one for each entry. An entry is a single value or a mapping of properties to values."""
-    lines = []
-    for name, value in description.items():
-        if isinstance(value, Mapping):
-            value = ", ".join(f"{key} {of_key}" for key, of_key in value.items())
-        lines.append(" ".join(f"{name}: {value}".split()))
-    return "\n".join(lines)
 
 
 def differences(texts: Sequence[str], ranks: Sequence[int]) -> list[str]:

@@ -22,7 +22,7 @@ from torch import distributed
 
 from dataparallel.forks import in_forked_child
 from dataparallel.machines import errors
-from dataparallel.machines.collectives import SLICE, Check, Transfer
+from dataparallel.machines.collectives import SLICE, Transfer
 from dataparallel.machines.errors import MachinesError, PeerFailed, PeerGone, copy_error, describe_error, of_ranks
 from dataparallel.weak_members import WeakMembers
 
@@ -34,8 +34,6 @@ MARGIN = 3.0
 
 ANSWER = 1.5
 """Seconds that a rank waits for what others say when one is gone."""
-
-RESTART = "Start all processes again, from a checkpoint"
 
 
 class Issuer:
@@ -123,9 +121,7 @@ class Result(Future[Any]):
         result = self.result()
         try:
             return result.wait(check) if isinstance(result, Transfer) else result
-        except MachinesError:
-            raise
-        except RuntimeError as error:
+        except RuntimeError as error:  # or what has ended the group already
             raise self.state.lose(error, self.what) from error
 
 
@@ -206,7 +202,7 @@ class GroupState:
         if self.lost is not None:
             raise copy_error(self.lost)
 
-    def wait_check(self, what: str) -> Check:
+    def wait_check(self, what: str) -> Callable[[], None]:
         """Returns a function for a wait to call: it raises if the group has ended. It reads the store seldom."""
         began = last = time.monotonic()
 
@@ -215,19 +211,14 @@ class GroupState:
             now = time.monotonic()
             if self.lost is None and now - last >= SLICE:
                 last = now
-                if self._is_said():
-                    self.end(PeerFailed, "another rank has failed", what)
-                elif now - began > self.timeout + MARGIN:
+                with suppress(RuntimeError):  # the store is gone, and so is its rank: gloo notices, or the timeout
+                    if self.store.check(["failed"]):
+                        self.end(PeerFailed, "another rank has failed", what)
+                if now - began > self.timeout + MARGIN:
                     self.lose(TimeoutError(f"nothing has come within the group's timeout of {self.timeout:g} s"), what)
             self.refuse()
 
         return check
-
-    def _is_said(self) -> bool:
-        try:
-            return bool(self.store.check(["failed"]))
-        except RuntimeError:  # the store is gone, and so is its rank: gloo notices, or the timeout
-            return False
 
     def fail(self, error: BaseException, what: str = "") -> None:
         """Ends the group because this rank has failed, in ``what``."""
@@ -252,7 +243,7 @@ class GroupState:
                 first, text = getattr(errors, said[0]), said[1]
                 if first is PeerGone:
                     text = self._ask_who_waits(what, text)
-                self.lost = self.lost or first(f"{text}. {RESTART}")
+                self.lost = self.lost or first(f"{text}. Start all processes again, from a checkpoint")
                 for each in [*self.nccl.values()]:  # or streams would wait for ever
                     in_a_thread(each.abort)
         issuer.wake()

@@ -34,26 +34,20 @@ _FRAME, _LENGTH = 1024, 8  # bytes of a word's first message, and of the length 
 _Pauses: TypeAlias = Generator[bool, None, Any]
 """A generator that yields where it has to wait: true if nobody wakes the thread then. The thread runs other lanes."""
 
-_Item: TypeAlias = tuple[list[Result], str | None, Callable[[str], Any]]
-"""The results, a text that has to be equal on all ranks, and what sends: a word compares a text of its own."""
-
 _given: dict[int, tuple[Any, Machines]] = {}
 """Users' groups by their ids, with their `Machines`. They are held until they are destroyed, on all ranks alike."""
 
 
 class Lane:
-    """A sequence of items of the ranks of ``machines``. All of them make their lanes in one order.
-
-    Attributes:
-        history: a checksum of the texts of all collectives. Ranks that have added the same have the same.
-    """
+    """A sequence of items of the ranks of ``machines``. All of them make their lanes in one order."""
 
     def __init__(self, machines: Machines, purpose: str) -> None:
         self.machines, self.state, self.number = machines, machines.state, machines.state.lane_count
         self.state.lane_count += 1
         self.name = f"{purpose} {self.number}"
-        self.items: deque[_Item] = deque()
-        self.history = 0
+        # Results, a text that has to be equal on all ranks, and what sends. A word compares a text of its own.
+        self.items: deque[tuple[list[Result], str | None, Callable[[str], Any]]] = deque()
+        self.history = 0  # a checksum of the texts of all collectives
         self.steps = self._issue_all()
         self._before = 0  # the hash of the text of the item before
         self._seen: set[tuple[int, int]] = set()  # pairs of items, by hashes of their texts
@@ -154,8 +148,8 @@ class Lane:
     def _take_turn(self, what: str) -> _Pauses:
         """Returns when the lane may launch. The caller then does so, without another pause.
 
-        NCCL hangs if ranks launch in different orders. Rank 0 launches what is ready there, and tells the others, one
-        small broadcast for each launch, which lane it was. They launch the next item of that lane.
+        NCCL hangs if ranks launch in different orders. Rank 0 launches what is ready there, and tells the others which
+        lane it was, by a small broadcast. They launch the next item of that lane.
         """
         state, gloo = self.state, (yield from self._connect(what, "turns", range(self.state.size)))
 
@@ -226,10 +220,7 @@ class Lane:
             yield polls
 
     def _fail(self, results: Sequence[Result], error: BaseException) -> None:
-        """An item cannot be issued, or a collective or a hook has raised here. That ends the group.
-
-        Only a difference outside of steps is an error on all ranks, and nothing else.
-        """
+        """An item has failed here. That ends the group, but for a difference outside of steps: all ranks raise it."""
         what = results[0].what
         if isinstance(error, MachinesDiffer) and self is not self.machines.words:
             error = self.state.end(MachinesDiffer, str(error))
@@ -324,8 +315,6 @@ class Machines:
         """
         known = [*dict.fromkeys([*self._devices, *devices])]
         return [f"{each.type} {known.index(each)}" for each in devices]
-
-    # ---- what is sent outside of steps
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """``[size, *shape]``: the tensors of all machines, which have one shape and dtype. All ranks call it."""

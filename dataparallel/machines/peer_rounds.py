@@ -79,17 +79,13 @@ class PeerRounds:
 class PeerCall:
     """The collectives across machines of one forward. On each machine the last replica to arrive calls its methods.
 
-    In the graph each collective takes a token from the collective before. So backward runs them in the reverse order on
-    all machines, whatever the engine of each machine would run first.
-
-    Attributes:
-        counts: how many replicas each machine has, once `exchange_counts` has been called.
-        token: a tensor without elements that the last collective in the graph has returned.
+    In the graph each collective takes a *token*, a tensor without elements, from the collective before. So backward
+    runs them in the reverse order on all machines, whatever the engine of each machine would run first.
     """
 
     def __init__(self, rounds: PeerRounds) -> None:
         self.rounds, self.rank, self.size = rounds, rounds.machines.rank, rounds.machines.size
-        self.counts: list[int] | None = None
+        self.counts: list[int] | None = None  # the replicas of each machine, once `exchange_counts` was called
         self.has_begun = False
         self.token: Tensor | None = None
         self._number = 0
@@ -102,14 +98,10 @@ class PeerCall:
     def exchange(
         self, text: str, for_machines: Sequence[Sequence[Tensor]], note: Any = None
     ) -> tuple[list[list[Tensor]], list[Any]]:
-        """Sends tensors to each machine. Returns the tensors from each machine, and its note, in rank order.
+        """Sends each machine as many tensors, all on one device. Returns those from each machine, and their notes.
 
         A word says which tensors come, and whether any need gradients, for then the results of all are in the graph.
-
-        Args:
-            text: equal on all machines.
-            for_machines: for each machine as many tensors, all on one device.
-            note: can be pickled.
+        ``text`` is equal on all machines; ``note`` can be pickled.
         """
         records, sent = torch.is_grad_enabled(), [*chain.from_iterable(for_machines)]
         kinds = [[(tuple(each.shape), each.dtype) for each in tensors] for tensors in for_machines]
