@@ -136,7 +136,7 @@ class GroupState:
         ranks: the global numbers of the ranks, which messages name.
         backends: for each type of device the backend that the user's ``group`` has.
         lost: the error that has ended the group.
-        turn: the number of a lane, which rank 0 sends, and the future of that; see `Lane`.
+        turn: the number of a lane, which rank 0 sends, and the future of that.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], backends: dict[str, str], timeout: float, group: Any) -> None:
@@ -231,10 +231,7 @@ class GroupState:
         return self.end(PeerGone, describe_error(error), what)
 
     def end(self, kind: type[MachinesError], text: str, what: str = "nothing: it has failed") -> MachinesError:
-        """Ends the group with this error, or with that of the rank that was first. Returns it.
-
-        ``what``: what this rank waits for.
-        """
+        """Ends the group with this error or that of the first rank that did. ``what``: what this rank waits for."""
         with self._ending:
             if self.lost is None:
                 said = [kind.__name__, text]

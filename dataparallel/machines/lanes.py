@@ -1,9 +1,9 @@
 """`Machines`: ranks that send together. `Lane`: collectives and words, which all of them issue in one order.
 
 Backends pair collectives by the order in which each rank issues them. A lane issues its items in the order in which
-they were added, which is that of buckets and units: rank 0 sends it after the first step (``gradients.machine_sums``,
-``sharded.units.over_machines``). Lanes have connections of their own, so none waits for another. Only NCCL, and hooks,
-which send over a group of the user, need one order over all lanes: the order in which rank 0 launches.
+they were added, which is that of buckets and units: rank 0 sends it after the first step. Lanes have connections of
+their own, so none waits for another. Only NCCL, and hooks, which send over a group of the user, need one order over all
+lanes: the order in which rank 0 launches.
 
 A *word* is a small value of each rank, gathered over gloo. Items that have not followed each other before are compared
 by a word, once.
@@ -83,13 +83,14 @@ class Lane:
         return self._add(kind, ["what the ranks say"], None, partial(self._gather, f"{kind}\n{text}", value))[0]
 
     def end(self, kind: str, mask: Sequence[bool], others: Sequence[Lane] = (), extra: Any = None) -> Result:
-        """Adds the word at the end of a pass, before which no rank may use a sum. It says what was sent in these lanes.
+        """Adds the word at the end of a pass, before which no rank may use a sum.
 
-        The result is the bit mask, of which an entry is true if it is on any rank; and what rank 0 has said besides.
+        The result is the bit mask, of which an entry is true if it is on any rank, and the ``extra`` of rank 0. Ranks
+        also compare what has been sent in this lane and in ``others``, of which some may be other ranks' lanes.
         """
-        sent = ", ".join(f"checksum {lane.history} in {lane.name!r}" for lane in (self, *others))
-        text = f"the end of {kind!r}\n{len(mask)} gradients\nwhat has been sent until then, in this order: {sent}"
-        return self._add(kind, ["the end"], None, partial(self._end, text, (bytes(mask), extra)))[0]
+        sent = [((lane.name, *lane.machines.ranks), lane.history) for lane in (self, *others)]
+        text = f"the end of {kind!r}\n{len(mask)} gradients"
+        return self._add(kind, ["the end"], None, partial(self._end, text, (bytes(mask), extra, sent)))[0]
 
     def _add(self, kind: str, what: Sequence[str], text: str | None, issue: Callable[[str], Any]) -> list[Result]:
         self.state.check_process()
@@ -178,9 +179,15 @@ class Lane:
         called.check()
         return [called]
 
-    def _end(self, text: str, value: tuple[bytes, Any], what: str) -> _Pauses:
-        ((*said,),) = yield from self._gather(text, value, what)
-        return [([any(of_ranks) for of_ranks in zip(*(mask for mask, _ in said), strict=True)], said[0][1])]
+    def _end(self, text: str, value: tuple[Any, ...], what: str) -> _Pauses:
+        (said,) = yield from self._gather(text, value, what)
+        sent = {each for _, _, of_rank in said for each in of_rank}
+        if len(sent) > len({lane for lane, _ in sent}):
+            raise MachinesDiffer(
+                "the ranks have not sent the same things in one order before the end of this pass, so no gradient is "
+                "used. All ranks have to run the same calls on the same model"
+            )
+        return [([any(of_ranks) for of_ranks in zip(*(mask for mask, _, _ in said), strict=True)], said[0][1])]
 
     def _gather(self, text: str, value: Any, what: str) -> _Pauses:
         """Gathers a word. A second message is sent if one of them is long."""
@@ -265,7 +272,6 @@ class Machines:
             return _given[id(group)][1]
 
     def describe(self) -> str:
-        """The number of this machine, for messages."""
         return f"machine {self.rank} of {self.size}"
 
     # ---- machines with other ranks: all ranks ask for them in one order
@@ -289,16 +295,14 @@ class Machines:
     # ---- devices
 
     def is_nccl(self, device: torch.device) -> bool:
-        """True if tensors on the device go through NCCL, whose collectives run on streams; others through host memory.
-
-        gloo could take tensors of accelerators too, but no event of ours orders its copies.
-        """
+        """True if tensors on the device go by NCCL, whose collectives run on streams; others through host memory."""
+        # gloo could take tensors of accelerators too, but no event of ours orders its copies.
         return self.state.backends.get(device.type) == "nccl"
 
     def make_communicators(self, devices: Iterable[torch.device]) -> None:
-        """Makes NCCL's communicators for these devices now. Otherwise the first collective on a device would block.
+        """Makes NCCL's communicators for these devices now: otherwise the first collective on a device would block.
 
-        All ranks call it, in one order, with devices of the same names. It does nothing for other backends.
+        All ranks call it, in one order, with devices of the same names.
         """
         new = [each for each in dict.fromkeys(devices) if self.is_nccl(each) and each not in self._devices]
         self._devices += new

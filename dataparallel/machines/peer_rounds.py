@@ -106,11 +106,10 @@ class PeerCall:
         records, sent = torch.is_grad_enabled(), [*chain.from_iterable(for_machines)]
         kinds = [[(tuple(each.shape), each.dtype) for each in tensors] for tensors in for_machines]
         needs_grad = records and any(each.requires_grad for each in sent)
-        text = f"{text}{', recorded' if records else ''}"
+        self._number += 1
+        text = f"{text}, {'recorded ' if records else ''}exchange {self._number}"  # backward compares the number
         said = self.rounds.lane.gather(_KIND, text, (needs_grad, kinds, note)).wait()
         coming = [kind for _, for_each, _ in said for kind in for_each[self.rank]]
-        self._number += 1
-        text = f"{text}, exchange {self._number}"  # backward compares the number
         if any(of_rank for of_rank, _, _ in said):
             before = torch.empty(0, device=sent[0].device, requires_grad=True) if self.token is None else self.token
             self.token, *found = _Exchange.apply(self.rounds, text, coming, before, *sent)

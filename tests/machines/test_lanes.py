@@ -80,9 +80,9 @@ def another_order(rank: int, devices: list[torch.device]) -> None:
     for text in ("ab", "ba", "aab", "bba", "ab"):
         a_pass(lane, *text)[-1].wait()
     end = a_pass(lane, *("ab" if rank == 0 else "ba"))[-1]
-    with pytest.raises(MachinesDiffer, match="what has been sent until then, in this order"):
+    with pytest.raises(MachinesDiffer, match="have not sent the same things in one order"):
         end.wait()
-    assert_over(machines, "what has been sent until then, in this order")
+    assert_over(machines, "have not sent the same things in one order")
 
 
 def test_what_comes_in_another_order_later_is_told_before_it_is_used() -> None:
