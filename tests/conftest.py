@@ -1,8 +1,7 @@
 """The devices that the tests run on, and the fixtures that they share.
 
 Some ideas are plugins of their own, in files beside this one: `kinds` runs the tests on each kind of devices,
-`selection` says which tests run, `company` lets a test run alone, `watchdog` ends a run that hangs, and
-`machine_variants` says in which variants tests of several machines run.
+`selection` says which tests run, `company` lets a test run alone, and `watchdog` ends a run that hangs.
 
 ``pytest`` runs the short tests on CPU slots and on simulated devices, ``pytest --all`` all tests. `--devices` picks one
 kind, `--sim-devices` the number of simulated devices, and `--arrangement` the devices of the slots. A test asks for
@@ -34,7 +33,7 @@ from processes import Ahead, run_script
 from spare_streams import make_library_streams
 from stand_in import STAND_IN, fits
 
-pytest_plugins = ["company", "kinds", "machine_variants", "selection", "watchdog"]
+pytest_plugins = ["company", "kinds", "selection", "watchdog"]
 
 DEFAULT_SLOTS = 3
 SIMULATED = 8  # what tests of the simulated devices themselves rely on

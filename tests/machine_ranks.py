@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.futures import Future
 
 from clocked import check_clocks
 from dataparallel.machines.collectives import stage
@@ -107,21 +106,6 @@ def said(function: Callable[..., Any], *args: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
-
-
-@dataclass
-class Hooked:
-    """What `Lane.call` waits for: the error of the future is that of the call."""
-
-    future: Future[Any]
-
-    def check(self) -> None:
-        self.future.value()
-
-
-def hooked(lane: Lane, what: str, call: Callable[[], Future[Any]]) -> Result:
-    """Adds a function to the lane that sends something itself."""
-    return lane.call("backward", what, what, lambda: Hooked(call()))
 
 
 @dataclass

@@ -7,6 +7,7 @@ all ranks have come to it: here it always does.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,7 +24,6 @@ from dataparallel import _torch
 from dataparallel.comm.streams.current import Event
 from dataparallel.devices import CPU
 from dataparallel.machines import lanes
-from dataparallel.machines.collectives import launching
 from dataparallel.machines.group import GroupState
 
 
@@ -73,7 +73,7 @@ class Backend:
         is_list, written = isinstance(first, list), first[0] if isinstance(first, list) else first
         device: torch.device = written.device
         assert device != CPU
-        assert launching.locked(), "another thread may launch, too"
+        assert threading.current_thread().name == "machines: issuing", "another thread may launch, too"
         current = torch.accelerator.current_stream(device)
         stream = self._of.communicators.setdefault((self._ranks, device), torch.Stream(device))
         self._of.issued.append((self._ranks, device, name))

@@ -3,9 +3,9 @@
 A test marked `long` runs with `--all`, and where the command line names it by its node id
 (``pytest tests/test_x.py::test_y``). With `--all` hypothesis draws 30 examples of a property, and 8 without.
 
-Two groups are long too, except for their tests marked `smoke`: those that start processes, by the marker `ahead` or as
-ranks (`machine_variants`), and the tests of ``nogpu`` and of ``dataparallel.testing``. The latter run where the command
-line names their folder or a file in it.
+Two groups are long too, except for their tests marked `smoke`: those that start processes, by the marker `ahead` or in
+a file that imports a function of `STARTS_RANKS`, and the tests of ``nogpu`` and of ``dataparallel.testing``. The latter
+run where the command line names their folder or a file in it.
 
 Of a test with several parameters the short run has as many cases as show each value once: the others are long too. With
 the marker ``few(3)`` it has three of them at most, spread evenly.
@@ -21,6 +21,7 @@ import hypothesis
 import pytest
 
 LEFT_OUT = pytest.StashKey[int]()
+STARTS_RANKS = {"on_machines", "on_mortal_machines", "assert_train_as_one"}
 TOOLS = [Path(__file__).parent / name for name in ("nogpu", "testing")]
 
 
@@ -103,9 +104,8 @@ def _each_value_once(cases: list[Any]) -> list[Any]:
 
 
 def _starts_processes(item: pytest.Item) -> bool:
-    """True for the tests with the marker `ahead`, and for those that `machine_variants` runs in variants."""
-    parameters = getattr(getattr(item, "callspec", None), "params", {})
-    return item.get_closest_marker("ahead") is not None or "debug_level" in parameters
+    is_ahead, module = item.get_closest_marker("ahead") is not None, getattr(item, "module", None)
+    return is_ahead or not STARTS_RANKS.isdisjoint(getattr(module, "__dict__", ()))
 
 
 def pytest_report_collectionfinish(config: pytest.Config) -> str | None:

@@ -244,8 +244,6 @@ class Call:
         if self._cycles and (found := [leaf for _, leaf in leaves(returned, "") if isinstance(leaf, torch.Tensor)]):
             hold_by_output(self._cycles, found)
         self._maker.returns(returned)
-        if self._peers is not None:
-            self._peers.expect_backward_of(returned)
         return output
 
     def __enter__(self) -> Call:

@@ -236,7 +236,7 @@ def _machines_of(
     from dataparallel.machines.arguments import MachineMesh
     from dataparallel.machines.start import failing_together
 
-    machines = MachineMesh.of(process_group, mesh)
+    machines = MachineMesh(process_group, mesh)
     return machines, failing_together(machines.all)
 
 

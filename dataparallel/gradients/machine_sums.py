@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 from torch import Tensor
 
 from dataparallel.gradients.comm_hooks import CommHook, GradBucket, HookCall
 from dataparallel.gradients.ordered_pass import AsyncResult
-from dataparallel.machines.collectives import Transfer, launching, stage
+from dataparallel.machines.collectives import Transfer, stage
 from dataparallel.machines.lanes import Lane
 
 _BACKWARD = "backward"
@@ -76,5 +75,4 @@ class _HookedResult:
 def _call_hook(hook: CommHook, bucket: GradBucket, staged: Transfer, is_nccl: bool) -> HookCall:
     if staged.is_copied and staged.event is not None:
         staged.event.synchronize()
-    with launching if is_nccl else nullcontext():
-        return HookCall(hook, bucket, staged.event if is_nccl else None)
+    return HookCall(hook, bucket, staged.event if is_nccl else None)

@@ -1,5 +1,4 @@
-"""A machine is one process with its devices: one rank of a process group of ``torch.distributed``, which only this room
-knows.
+"""A machine is one process with its devices, a rank of a process group. Only this room knows ``torch.distributed``.
 
 ``collectives`` has the collectives themselves, ``group`` what ranks know of each other's failures and the thread that
 issues, and ``lanes`` the ranks and the sequences of collectives that all of them issue in one order. ``start`` compares

@@ -30,25 +30,22 @@ def machines_of(process_group: Any, mesh: DeviceMesh | None, dimensions: int = 1
         return []
     if process_group is not None and mesh is not None:
         raise ValueError("pass process_group or mesh, not both: a mesh has groups of its own")
-    name, member = ("mesh" if process_group is None else "process_group"), distributed.GroupMember
+    name, is_member = "process_group", process_group != distributed.GroupMember.NON_GROUP_MEMBER
     if mesh is not None:
         from torch.distributed.device_mesh import DeviceMesh
 
-        made = "init_device_mesh('cpu', (torch.distributed.get_world_size(),))"
+        name, made = "mesh", "init_device_mesh('cpu', (torch.distributed.get_world_size(),))"
         checked("mesh", mesh, DeviceMesh, hint=f" over processes, as {made} returns; slots are written devices=[...]")
-    elif process_group != member.NON_GROUP_MEMBER:
+    elif is_member:
         hint = ", such as torch.distributed.group.WORLD or what torch.distributed.new_group(ranks) returns"
         checked("process_group", process_group, distributed.ProcessGroup, hint=hint)
-    is_member = process_group != member.NON_GROUP_MEMBER
     if not distributed.is_initialized() or (mesh is None and is_member and not exists(process_group)):
         raise RuntimeError(
             f"{name} was passed, but torch.distributed is not initialised in this process, or it or the group has been "
             "destroyed. Call torch.distributed.init_process_group() first, in each process, for example under "
             f"torchrun, and pass a {name} that was made since"
         )
-    if mesh is not None:
-        is_member = mesh.get_coordinate() is not None
-    if not is_member:
+    if not (is_member if mesh is None else mesh.get_coordinate()):
         raise ValueError(
             f"{name}: this process, rank {distributed.get_rank()} of all, is no member of it. Call this only in "
             "processes that are"
@@ -67,38 +64,28 @@ def machines_of(process_group: Any, mesh: DeviceMesh | None, dimensions: int = 1
 class MachineMesh:
     """The machines of a fully sharded model: to shard over, to replicate over, or both: a row and a column.
 
-    Tensors are sharded over the slots of this machine and, if there are machines to *shard* over, over those of all of
-    these. With a group parameters are sharded over the devices of each machine and replicated over machines. A mesh
-    means what it means for ``torch.distributed.fsdp.fully_shard``: a single dimension shards; of two dimensions the
-    first one replicates and the second one shards.
+    With a group parameters are sharded over the slots of each machine and replicated over machines. A mesh means what
+    it means for ``torch.distributed.fsdp.fully_shard``: a single dimension shards; of two dimensions the first one
+    replicates and the second one shards.
 
     Attributes:
         given: what was given: to shard over, and to replicate over.
         all: the machines of both.
         shard, replicate: the machines over which gradients are reduce-scattered, and all-reduced afterwards.
-        lane, gathers: the lanes of steps, and of gathers, so that neither waits for the other. ``gathers`` is ``None``
-            if parameters are not sharded over machines.
+        lane, gathers: the lanes of steps, and of gathers, if parameters are sharded over machines: neither waits for
+            the other.
     """
 
-    def __init__(self, shard: Machines | None, replicate: Machines | None, ranks: Sequence[int] = ()) -> None:
-        self.given = shard, replicate
+    def __init__(self, process_group: ProcessGroup | None, mesh: DeviceMesh | None) -> None:
+        first, *others = found = machines_of(process_group, mesh, 2)
+        self.given = (None, first) if mesh is None else (found[-1], first if others else None)
         # All ranks come here in one order: they make the same lanes.
-        first = shard or replicate
-        assert first is not None
-        self.all = first if shard is None or replicate is None else Machines.product(ranks, shard.state)
+        self.all = others[0].product(sorted(mesh.mesh.flatten().tolist())) if mesh is not None and others else first
         self.shard, self.replicate = (each and self.all.part(each.ranks) for each in self.given)
         self.lane = Lane(self.all, "steps")
         self.gathers = None if self.shard is None else Lane(self.shard, "gathers")
         self.peers = PeerRounds(self.all)
-        self.shard_size, self.shard_rank = (1, 0) if shard is None else (shard.size, shard.rank)
-
-    @classmethod
-    def of(cls, process_group: ProcessGroup | None, mesh: DeviceMesh | None) -> MachineMesh:
-        """The machines of the arguments of `fully_shard`, of which one is given."""
-        found = machines_of(process_group, mesh, 2)
-        if mesh is None:
-            return cls(None, found[0])
-        return cls(found[0], None) if len(found) == 1 else cls(found[1], found[0], sorted(mesh.mesh.flatten().tolist()))
+        self.shard_size, self.shard_rank = (1, 0) if self.shard is None else (self.shard.size, self.shard.rank)
 
     def make_communicators(self, slots: Sequence[torch.device]) -> None:
         """Makes NCCL's communicators, on all machines in one order: rows, columns, then the first device of each."""

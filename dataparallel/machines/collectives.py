@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,13 +22,6 @@ from dataparallel.devices import CPU
 SLICE = 0.2
 """Seconds between two checks of a wait for failures and for the timeout."""
 
-launching = threading.Lock()
-"""Held by the thread that launches NCCL. NCCL forbids launches from several threads at once, on any communicators: two
-launches that wait for each other's kernels hang. The lock does not cover launches that the user makes."""
-
-Check = Callable[[], object]
-"""A function that a wait calls several times a second. It raises if the wait has become useless."""
-
 
 @dataclass
 class Link:
@@ -38,7 +30,7 @@ class Link:
     rank: int
     size: int
     gloo: Any
-    nccl: Any
+    nccl: Any = None
 
     def backend(self, tensor: Tensor) -> Any:
         return self.gloo if tensor.device == CPU else self.nccl
@@ -56,12 +48,11 @@ class Transfer:
     while the host is ahead.
 
     Attributes:
-        tensor: the tensor that was given to `stage`.
-        payload: the tensor that is sent: ``tensor`` itself, or a copy of it in host memory.
-        event: comes after the copy, or after the launches that have computed ``tensor``; ``None`` on the CPU.
-        receive_buffer: the result is written here. `None` if the result replaces ``payload``.
+        payload: what is sent: the tensor that was given to `stage`, or a copy of it in host memory.
+        event: comes after the copy, or after the launches that have computed the tensor; ``None`` on the CPU.
+        receive_buffer: the result is written here. ``None`` if the result replaces ``payload``.
         is_free: an event after former uses of the receive buffer, which may be on another stream than ``event``.
-        stream: the stream of ``event``, to which the memory of ``tensor`` belongs.
+        stream: with NCCL the stream of ``event``, to which the sent memory belongs.
     """
 
     tensor: Tensor
@@ -71,7 +62,7 @@ class Transfer:
     is_free: Event | None = None
     stream: torch.Stream | None = None
     _work: Any = None
-    _rows: Tensor | None = None  # what has come from each rank, if the result is their sum
+    _total: Tensor | None = None  # for the sum of what comes from each rank
     is_part_of_sum: bool = False
 
     @property
@@ -80,29 +71,24 @@ class Transfer:
         return self.payload.device != self.tensor.device
 
     def copy_result(self, result: Tensor) -> Tensor:
-        """Copies ``result`` from host memory to the tensor's device, on the stream that is current there.
-
-        torch's host allocator holds the pinned memory until the copy is done.
-        """
+        """Copies ``result`` from host memory to the tensor's device, on the stream that is current there."""
         device = self.tensor.device
         assert self.event is not None
         self.event.make_wait(current_stream_at(device.index))
-        return result.to(device, non_blocking=True)
+        return result.to(device, non_blocking=True)  # torch's host allocator holds pinned memory for so long
 
     # ---- collectives
 
     def sum(self, link: Link) -> Transfer:
         """The sum over ranks, in place if the tensor can be sent directly.
 
-        With gloo it is added in rank order, so equal inputs give equal bits in every run, in buckets of any size:
-        gloo's own sum of more than two begins at a rank that depends on the position in the tensor. So this begins with
-        the part of one rank, and `send_sum` comes after.
+        With gloo it is added in rank order, so equal inputs give equal bits. gloo's own sum of more than two begins at
+        a rank that depends on the position in the tensor. So this sums the part of each rank, and `send_sum` follows.
         """
-        flat = _real(self.payload)
-        self.is_part_of_sum = link.size > 2 and flat.device == CPU
-        if self.is_part_of_sum:
+        if link.size > 2 and self.payload.device == CPU:
+            self.is_part_of_sum = True
             return self.reduce_scatter(link)
-        self.receive_buffer = None
+        flat, self.receive_buffer = _real(self.payload), None
         return self._issue(lambda: link.backend(flat).allreduce([flat]))
 
     def broadcast(self, link: Link) -> Transfer:
@@ -116,7 +102,7 @@ class Transfer:
         return self._issue(lambda: all_gather_of(link.backend(flat))(received, flat))
 
     def all_to_all(self, send: Sequence[int], receive: Sequence[int], link: Link) -> Transfer:
-        """Sends a slice of a 1-D tensor to each rank. Returns the slices from all ranks, in rank order.
+        """Sends a slice of a tensor to each rank. The result is the slices from all ranks, in rank order.
 
         ``send`` and ``receive``: how many elements go to each rank, and come from each. All ranks have the same dtype.
         """
@@ -125,28 +111,21 @@ class Transfer:
         return self._issue(lambda: link.backend(flat).alltoall_base(received, flat, *sizes))
 
     def reduce_scatter(self, link: Link) -> Transfer:
-        """This rank's slice of the sum over ranks of 1-D tensors, in as many near-equal slices.
-
-        With gloo it is added in rank order.
-        """
-        flat = _real(self.payload)
-        if flat.device != CPU:
-            received = _real(self._result)
+        """This rank's slice of the sum over ranks of 1-D tensors, in as many near-equal slices."""
+        if self.payload.device != CPU:
+            flat, received = _real(self.payload), _real(self._result)
             return self._issue(lambda: reduce_scatter_of(link.nccl)(received, flat))
         sizes = tensor_split_sizes(self.payload.numel(), link.size)
-        if self.receive_buffer is None:
-            self.receive_buffer = self.payload.new_empty(sizes[link.rank])
-        rows = self._rows = flat.new_empty(link.size, _real(self.receive_buffer).numel())
-        splits = [rows.shape[1]] * link.size, [_numbers(self.payload, size) for size in sizes]
-        return self._issue(lambda: link.gloo.alltoall_base(rows.view(-1), flat, *splits))
+        own = sizes[link.rank]
+        self._total = self.payload.new_empty(own) if self.receive_buffer is None else self.receive_buffer
+        self.receive_buffer = self.payload.new_empty(link.size * own)
+        return self.all_to_all(sizes, [own] * link.size, link)
 
     def send_sum(self, link: Link) -> Transfer:
         """Sends the part of this rank, which has arrived, to all, in place of what was given."""
-        self._take_on()
-        flat, part = _real(self.payload), _real(self._result)
-        sizes = [_numbers(self.payload, size) for size in tensor_split_sizes(self.payload.numel(), link.size)]
-        copies, self.receive_buffer = part.repeat(link.size), None
-        return self._issue(lambda: link.gloo.alltoall_base(flat, copies, sizes, [part.numel()] * link.size))
+        whole, part = self.payload, self.send_on().payload
+        self.payload, self.receive_buffer = part.repeat(link.size), whole
+        return self.all_to_all([part.numel()] * link.size, tensor_split_sizes(whole.numel(), link.size), link)
 
     def _issue(self, begin: Callable[[], Any]) -> Transfer:
         """The payload is ready to be sent: the host waits for a copy, or the stream that NCCL waits for is current."""
@@ -168,27 +147,23 @@ class Transfer:
     def _result(self) -> Tensor:
         return self.payload if self.receive_buffer is None else self.receive_buffer
 
-    def wait(self, check: Check = lambda: None) -> Tensor:
+    def wait(self, check: Callable[[], object] = lambda: None) -> Tensor:
         """The result, on the staged tensor's device, ready for the calling thread's current stream.
 
-        The host waits until the result has arrived. With NCCL the current stream waits, and it has to own the result's
-        memory. While the host waits it calls ``check`` several times a second, which may raise.
+        The host waits, and calls ``check`` several times a second, which may raise. With NCCL the current stream waits,
+        and it has to own the result's memory.
         """
         if self.stream is not None:
-            # The sent memory goes back to the stream that has staged it, so that stream waits too.
-            with streams_set({self.stream.device: self.stream}):
+            with streams_set({self.stream.device: self.stream}):  # the sent memory goes back to this stream
                 self._work.wait()
             self._work.wait()
             return self._result
-        while True:
+        while not self._work.is_completed():
             try:
                 self._work.wait(timedelta(seconds=SLICE))
-                break
             except RuntimeError:
-                if self._work.is_completed():
-                    self._work.wait()  # it has ended just now, or raises its own error
-                    break
-            check()
+                check()
+        self._work.wait()  # raises its error
         self._add_up()
         return self.copy_result(self._result) if self.is_copied else self._result
 
@@ -198,24 +173,20 @@ class Transfer:
 
     def send_on(self) -> Transfer:
         """The result takes the place of the payload, for the thread that has issued this collective to send it on."""
-        self._take_on()
+        with streams_set(
+            {} if self.stream is None else {self.stream.device: kept_stream(self.stream.device, "collectives")}
+        ):
+            self._work.wait()  # on the host it is done, or raises its error
+        self._add_up()
         self.payload, self.receive_buffer = self._result, None
         return self
 
-    def _take_on(self) -> None:
-        if self.stream is not None:
-            with streams_set({self.stream.device: kept_stream(self.stream.device, "collectives")}):
-                self._work.wait()
-        else:
-            self._work.wait()  # it is done, or raises its error
-            self._add_up()
-
     def _add_up(self) -> None:
-        rows, self._rows = self._rows, None
-        if rows is not None:
-            torch.sum(rows[:1], 0, out=_real(self._result))
-            for row in rows[1:]:
-                _real(self._result).add_(row)
+        if self._total is not None:
+            first, *others = self._result.split(max(1, self._total.numel()))
+            self.receive_buffer, self._total = self._total.copy_(first), None
+            for row in others:
+                self.receive_buffer.add_(row)
 
 
 def stage(
@@ -231,11 +202,6 @@ def stage(
     not the current ones: with NCCL the receive buffer is theirs, so that its memory is free once the result is dropped.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()  # a conjugate that is not computed has no bytes of its own
-    if tensor.layout is not torch.strided or not tensor.is_contiguous():
-        raise ValueError(
-            f"a collective takes dense contiguous tensors; got layout {tensor.layout} and strides "
-            f"{tensor.stride() if tensor.layout is torch.strided else None}: flatten it first"
-        )
     device, buffer, is_free = tensor.device, None, None
     if machines.is_nccl(device):
         if receives is not None:
@@ -260,8 +226,3 @@ def _bytes(flat: Tensor) -> Tensor:
 def _real(tensor: Tensor) -> Tensor:
     """A flat view. Complex numbers are pairs of real ones, because backends add real numbers only."""
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
-
-
-def _numbers(tensor: Tensor, size: int) -> int:
-    """How many real numbers so many elements are."""
-    return size * (1 + tensor.is_complex())

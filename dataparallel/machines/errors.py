@@ -1,12 +1,9 @@
-"""`MachinesError` and its subclasses: the errors of a group of machines. `differences` and `of_ranks` word them.
-
-Messages name the ranks, and what they have waited for. Any room may catch these errors.
-"""
+"""`MachinesError` and its subclasses: the errors of a group of machines. `differences` and `of_ranks` word them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 E = TypeVar("E", bound=BaseException)
 
@@ -39,37 +36,17 @@ def describe_error(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-# ---- how ranks differ ------------------------------------------------------------------------------------------------
-
-
-def as_text(description: Mapping[str, Any]) -> str:
-    """A description as lines, one for each entry. An entry is a single value or a mapping of properties to values."""
-    lines = []
-    for name, value in description.items():
-        if isinstance(value, Mapping):
-            value = ", ".join(f"{key} {of_key}" for key, of_key in value.items())
-        lines.append(" ".join(f"{name}: {value}".split()))
-    return "\n".join(lines)
-
-
 def differences(texts: Sequence[str], ranks: Sequence[int]) -> list[str]:
-    """How the lines of all ranks differ, or their order: at most `MOST` parts of a sentence.
-
-    Lines are ``name: value``, or just a name.
-    """
-    entries = [dict(line.partition(": ")[::2] for line in text.split("\n")) for text in texts]
-    parts = []
-    for name in dict.fromkeys(name for of_rank in entries for name in of_rank):
-        by_value: dict[str | None, list[int]] = {}
-        for rank, of_rank in zip(ranks, entries, strict=True):
-            by_value.setdefault(of_rank.get(name), []).append(rank)
-        if len(by_value) > 1:
-            said = [f"{'not there' if v is None else v or 'there'} on {of_ranks(on)}" for v, on in by_value.items()]
-            parts.append(f"{name}: {'; '.join(said)}")
+    """The lines that not all ranks have, with those that have them, or how their order differs: at most `MOST`."""
+    of_rank = [text.split("\n") for text in texts]
+    having: dict[str, list[int]] = {}
+    for rank, lines in zip(ranks, of_rank, strict=True):
+        for line in {*lines}:
+            having.setdefault(line, []).append(rank)
+    parts = [f"{line} on {of_ranks(on)}" for line, on in sorted(having.items()) if len(on) < len(ranks)]
     if not parts and len({*texts}) > 1:
-        lines = zip(*(text.split("\n") for text in texts), strict=False)
-        place, different = next((i, found) for i, found in enumerate([*lines, texts]) if len({*found}) > 1)
-        parts = [f"the order: number {place} is {different[0]} on {of_ranks(ranks[:1])}"]
+        place = next((i for i, lines in enumerate(zip(*of_rank, strict=False)) if len({*lines}) > 1), 0)
+        parts = [f"the order, where number {place} is {of_rank[0][place]} on {of_ranks(ranks[:1])}"]
     return [*parts[:MOST], f"and {len(parts) - MOST} more differences"] if len(parts) > MOST else parts
 
 

@@ -22,7 +22,7 @@ from torch import distributed
 
 from dataparallel.forks import in_forked_child
 from dataparallel.machines import errors
-from dataparallel.machines.collectives import SLICE, Check, Transfer
+from dataparallel.machines.collectives import SLICE, Transfer
 from dataparallel.machines.errors import MachinesError, PeerFailed, PeerGone, copy_error, describe_error, of_ranks
 from dataparallel.weak_members import WeakMembers
 
@@ -35,8 +35,6 @@ MARGIN = 3.0
 ANSWER = 1.5
 """Seconds that a rank waits for what others say when one is gone."""
 
-RESTART = "Start all processes again, from a checkpoint"
-
 
 class Issuer:
     """The thread that issues what each `Lane` has. It runs each until it has to wait, and sleeps when all wait.
@@ -44,11 +42,7 @@ class Issuer:
     ``changed`` guards the items of all lanes, and `wake` notifies it. The thread is a daemon, as a launch may block.
     """
 
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Begins without lanes and without a thread, as a forked child does."""
+    def __init__(self) -> None:  # a forked child calls this again
         self.changed = threading.Condition()
         self.is_closed = self._is_awake = False
         self._lanes: dict[Any, None] = {}
@@ -102,7 +96,7 @@ states: WeakMembers[GroupState] = WeakMembers()
 
 @in_forked_child
 def _start_afresh_after_fork() -> None:
-    issuer.begin()
+    Issuer.__init__(issuer)
     states.clear()
 
 
@@ -127,9 +121,7 @@ class Result(Future[Any]):
         result = self.result()
         try:
             return result.wait(check) if isinstance(result, Transfer) else result
-        except MachinesError:
-            raise
-        except RuntimeError as error:
+        except RuntimeError as error:  # or what has ended the group already
             raise self.state.lose(error, self.what) from error
 
 
@@ -142,24 +134,22 @@ class GroupState:
 
     Attributes:
         ranks: the global numbers of the ranks, which messages name.
-        backends: for each type of device the backend that the user's group has.
+        backends: for each type of device the backend that the user's ``group`` has.
         lost: the error that has ended the group.
-        turns: numbers of lanes that rank 0 has sent; see `Lane`.
+        turn: the number of a lane, which rank 0 sends, and the future of that.
     """
 
-    def __init__(
-        self, name: str, ranks: Sequence[int], rank: int, backends: dict[str, str], timeout: float, store: Any
-    ) -> None:
-        self.ranks, self.rank, self.size = [*ranks], rank, len(ranks)
-        self.backends, self.timeout = backends, timeout
-        self.has_nccl = "nccl" in self.backends.values()
+    def __init__(self, name: str, ranks: Sequence[int], backends: dict[str, str], timeout: float, group: Any) -> None:
+        self.ranks, self.rank, self.size = [*ranks], ranks.index(distributed.get_rank()), len(ranks)
+        self.backends, self.timeout, self.has_nccl = backends, timeout, "nccl" in backends.values()
         # A store serves one thread at a time, and one may wait in it for the other ranks: so there are clones.
-        self.store: Any = distributed.distributed_c10d.PrefixStore(f"dataparallel/{name}", store.clone())
+        store = group.get_group_store().clone()
+        self.store: Any = distributed.distributed_c10d.PrefixStore(f"dataparallel/{name}", store)
         self.lane_count = 0
         self.lost: MachinesError | None = None
         self.connections: dict[str, Future[Any]] = {}
         self.nccl: dict[tuple[int, ...], Any] = {}  # communicators, by places of ranks
-        self.turns: list[tuple[torch.Tensor, Any]] = []
+        self.turn: tuple[torch.Tensor, Any] | None = None
         self._ending = threading.RLock()  # the garbage collector may end a failed pass of backward anywhere
         self._process = os.getpid()  # a forked child is no rank
         states.add(self)
@@ -186,9 +176,8 @@ class GroupState:
             return distributed.ProcessGroupGloo(*self._place_in(name, places))
         except RuntimeError as error:
             raise distributed.DistNetworkError(
-                f"{error}. If the machines are several hosts: gloo offers others the address of this host's name, "
-                f"{socket.gethostname()!r}. Where that is 127.0.0.1 or the like, set GLOO_SOCKET_IFNAME to the network "
-                "interface that connects them, on each"
+                f"{error}. Between hosts, gloo offers the address of this host's name, {socket.gethostname()!r}. Where "
+                "that is 127.0.0.1 or the like, set GLOO_SOCKET_IFNAME to the network interface that connects them"
             ) from error
 
     def communicators(self, places: tuple[int, ...]) -> Any:
@@ -213,7 +202,7 @@ class GroupState:
         if self.lost is not None:
             raise copy_error(self.lost)
 
-    def wait_check(self, what: str) -> Check:
+    def wait_check(self, what: str) -> Callable[[], None]:
         """Returns a function for a wait to call: it raises if the group has ended. It reads the store seldom."""
         began = last = time.monotonic()
 
@@ -222,19 +211,14 @@ class GroupState:
             now = time.monotonic()
             if self.lost is None and now - last >= SLICE:
                 last = now
-                if self._is_said():
-                    self.end(PeerFailed, "another rank has failed", what)
-                elif now - began > self.timeout + MARGIN:
+                with suppress(RuntimeError):  # the store is gone, and so is its rank: gloo notices, or the timeout
+                    if self.store.check(["failed"]):
+                        self.end(PeerFailed, "another rank has failed", what)
+                if now - began > self.timeout + MARGIN:
                     self.lose(TimeoutError(f"nothing has come within the group's timeout of {self.timeout:g} s"), what)
             self.refuse()
 
         return check
-
-    def _is_said(self) -> bool:
-        try:
-            return bool(self.store.check(["failed"]))
-        except RuntimeError:  # the store is gone, and so is its rank: gloo notices, or the timeout
-            return False
 
     def fail(self, error: BaseException, what: str = "") -> None:
         """Ends the group because this rank has failed, in ``what``."""
@@ -247,10 +231,7 @@ class GroupState:
         return self.end(PeerGone, describe_error(error), what)
 
     def end(self, kind: type[MachinesError], text: str, what: str = "nothing: it has failed") -> MachinesError:
-        """Ends the group with this error, or with that of the rank that was first. Returns it.
-
-        ``what``: what this rank waits for.
-        """
+        """Ends the group with this error or that of the first rank that did. ``what``: what this rank waits for."""
         with self._ending:
             if self.lost is None:
                 said = [kind.__name__, text]
@@ -259,7 +240,7 @@ class GroupState:
                 first, text = getattr(errors, said[0]), said[1]
                 if first is PeerGone:
                     text = self._ask_who_waits(what, text)
-                self.lost = self.lost or first(f"{text}. {RESTART}")
+                self.lost = self.lost or first(f"{text}. Start all processes again, from a checkpoint")
                 for each in [*self.nccl.values()]:  # or streams would wait for ever
                     in_a_thread(each.abort)
         issuer.wake()
@@ -277,10 +258,8 @@ class GroupState:
         all_waits = [f"{of_ranks([self.ranks[place]])} has waited for {waits[place]}" for place in sorted(waits)]
         silent = [rank for place, rank in enumerate(self.ranks) if place not in waits]
         no_word = f"No word from {of_ranks(silent)}. " if silent else ""
-        return (
-            f"{'; '.join(all_waits)}, and nothing comes any more: {why}. {no_word}A process has ended or hangs, or the "
-            "ranks do not run the same number of steps"
-        )
+        end = "A process has ended or hangs, or the ranks do not run the same number of steps"
+        return f"{'; '.join(all_waits)}, and nothing comes any more: {why}. {no_word}{end}"
 
 
 def in_a_thread(task: Callable[[], Any]) -> Future[Any]:

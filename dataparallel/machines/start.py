@@ -17,7 +17,6 @@ from dataparallel import _torch
 from dataparallel.comm.buckets import Bucket, fill_buckets, flatten, has_strides, layout_of, unflatten
 from dataparallel.comm.checks import why_not_movable
 from dataparallel.machines.collectives import stage
-from dataparallel.machines.errors import as_text
 from dataparallel.machines.lanes import Lane, Machines
 
 CAP_BYTES = 25 * 2**20
@@ -36,22 +35,19 @@ def describe(
     device, strides and ``requires_grad``. The number of slots and their type have to agree, not which devices they are.
     """
     types = ", ".join(sorted({slot.type for slot in slots}))
-    described: dict[str, Any] = {"slots": {"number": len(slots), "type": types}, **settings}
+    described: dict[str, Any] = {"slots": f"number {len(slots)}, type {types}", **settings}
     for kind, named in (("parameter", parameters), ("buffer", buffers)):
         described |= {f"{kind} {name}": _properties(tensor) for name, tensor in named.items()}
     return described
 
 
-def _properties(tensor: Tensor) -> dict[str, Any]:
-    shape: Any = "not initialised"
-    if not is_lazy(tensor):
-        shape = "nested" if tensor.is_nested else tuple(tensor.shape)
-    properties = {"shape": shape, "dtype": tensor.dtype, "device": tensor.device.type}
-    properties |= {"requires_grad": tensor.requires_grad, "layout": tensor.layout}
+def _properties(tensor: Tensor) -> str:
+    shape = "not initialised" if is_lazy(tensor) else "nested" if tensor.is_nested else tuple(tensor.shape)
+    text = f"shape {shape}, dtype {tensor.dtype}, device {tensor.device.type}, layout {tensor.layout}"
     if not is_lazy(tensor) and has_strides(tensor):  # flat gradients have the order of the memory
         layout = layout_of(tensor)
-        properties["strides"] = "row-major" if layout.row_major else layout.core_stride
-    return properties
+        text += f", strides {'row-major' if layout.row_major else layout.core_stride}"
+    return f"{text}, requires_grad {tensor.requires_grad}"
 
 
 @contextmanager
@@ -65,24 +61,22 @@ def failing_together(machines: Machines) -> Iterator[None]:
 
 
 def compare(machines: Machines, what: str, description: Mapping[str, Any]) -> None:
-    """Checks that all ranks give the same description of what is about to begin: see `errors.as_text`."""
-    machines.words.gather(f"the start of {what}", as_text(description), None).wait()
+    """Checks that all ranks give the same description, a line for each name, of what is about to begin."""
+    text = "\n".join(" ".join(f"{name}: {value}".split()) for name, value in description.items())
+    machines.words.gather(f"the start of {what}", text, None).wait()
 
 
 def send_values(lane: Lane, named: Mapping[str, Tensor], cap_bytes: int = CAP_BYTES) -> None:
     """Copies the values of rank 0's tensors into the tensors of all ranks, in place.
 
-    Tensors travel as bytes in buckets, so any dtypes and strides will do, also complex, 0-dim and empty tensors. A
-    tensor that comes under several names travels once. The copies run on the current streams of the calling thread, and
-    version counters move on the ranks that receive.
+    Tensors travel as bytes in buckets, so any dtypes and strides will do, also complex, 0-dim and empty tensors. The
+    copies run on the current streams of the calling thread, and version counters move on the ranks that receive.
 
     If a rank fails or is gone, some tensors may have the values of rank 0 already.
     """
     machines, kind = lane.machines, "values of rank 0"
-    first = {id(tensor): name for name, tensor in reversed([*named.items()])}
     with failing_together(machines):
-        names = [name for name, tensor in named.items() if first[id(tensor)] == name]
-        tensors = [named[name] for name in names]
+        names, tensors = [*named], [*named.values()]
         text = f"{kind}\nbytes in a buffer: {cap_bytes}"
         for name, tensor in zip(names, tensors, strict=True):
             _check_values(name, tensor)
@@ -111,9 +105,7 @@ def _copy(tensor: Tensor, value: Tensor) -> None:
 def _check_values(name: str, tensor: Tensor) -> None:
     what = f"cannot send the values of rank 0: {name!r}"
     if problem := why_not_movable(tensor):
-        raise ValueError(
-            f"{what} {problem}. Give it values on every rank before, with to_empty() and load_state_dict()"
-        )
+        raise ValueError(f"{what} {problem}. Give it values on every rank, with to_empty() and load_state_dict()")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"{what} was made under torch.inference_mode() and cannot be changed in place; pass a clone()")
     is_strided = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized

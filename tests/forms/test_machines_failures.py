@@ -124,9 +124,7 @@ class Failed:
     later: list[str]
 
 
-def a_step_that_fails(
-    rank: int, devices: list[Any], way: str, where: str, all_fail: bool = False, waits: bool = False
-) -> Failed:
+def a_step_that_fails(rank: int, devices: list[Any], way: str, where: str, waits: bool = False) -> Failed:
     """A step in which some ranks fail, soon on all of them. Gradients do not change in it. It ends the group.
 
     Args:
@@ -138,7 +136,7 @@ def a_step_that_fails(
         with net.no_sync():
             step(net, devices, 5)
     before, began = own_gradients(net), time.monotonic()
-    fails = all_fail or rank == distributed.get_world_size() - 1
+    fails = rank == distributed.get_world_size() - 1
     Net.fails_in = where if fails else ""
     if fails and where == "before the call":
         error = raised(lambda: net(batch(devices, 2), "what", "nobody", "expects"))
@@ -187,12 +185,6 @@ def test_a_step_that_fails_on_one_machine_fails_on_all_and_ends_the_group(way, w
     assert f"rank {len(others)} failed" in text
     for each in others:
         assert (each.kind, each.text) == (PeerFailed, text)
-
-
-def test_all_may_fail_at_once():
-    of_ranks = run(a_step_that_fails, "replicate", "backward", all_fail=True)
-    assert [each.kind for each in of_ranks] == [Fault] * 2
-    assert_all_say_the_same_later(of_ranks)
 
 
 @pytest.mark.parametrize("where", ["forward 2", "backward"])

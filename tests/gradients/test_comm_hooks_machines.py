@@ -68,10 +68,14 @@ def averaged(rank: int, devices: list[torch.device], ranks: int = 2) -> None:
         torch.accelerator.synchronize(devices[0])
 
 
-@pytest.mark.detail
 @BOTH
-def test_gradients_are_those_of_one_device(slots: int) -> None:
-    """A gradient is ``None`` where no rank has used the parameter, although its zeros have travelled."""
+@pytest.mark.parametrize("level", ["OFF", pytest.param("DETAIL", marks=pytest.mark.devices("cpu"))])
+def test_gradients_are_those_of_one_device(slots: int, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient is ``None`` where no rank has used the parameter, although its zeros have travelled.
+
+    With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch meets all ranks before each collective of the hook's group.
+    """
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
     on_machines(averaged, slots=slots)
 
 

@@ -34,9 +34,9 @@ def meanings(rank, devices):
         "group": machines_of(world, None),
         "mesh": machines_of(None, line),
         "part": machines_of(None, square["shard"]),
-        "hybrid": MachineMesh.of(world, None).given,
-        "1-D": MachineMesh.of(None, line).given,
-        "2-D": MachineMesh.of(None, square).given,
+        "hybrid": MachineMesh(world, None).given,
+        "1-D": MachineMesh(None, line).given,
+        "2-D": MachineMesh(None, square).given,
     }
     return {name: [each and each.ranks for each in value] for name, value in found.items()}
 

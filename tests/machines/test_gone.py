@@ -6,14 +6,16 @@ import os
 import signal
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.futures import Future
 
 from dataparallel.machines.errors import PeerGone
-from dataparallel.machines.lanes import End, Lane
-from machine_ranks import all_machines, hooked, on_mortal_machines, said, summed, word
+from dataparallel.machines.group import Result
+from dataparallel.machines.lanes import Lane
+from machine_ranks import all_machines, on_mortal_machines, said, summed, word
 
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
 
@@ -28,7 +30,7 @@ def waits_again(rank: int, devices: list[torch.device]) -> list[str]:
         os.kill(os.getpid(), signal.SIGKILL)
     lane = Lane(machines, "steps")
 
-    def end() -> End:
+    def end() -> Result:
         return lane.end("backward", [True])
 
     waits = [summed(lane, torch.ones(1)).wait, end().wait, lambda: end().wait()]
@@ -48,9 +50,8 @@ def test_later_waits_raise_the_same_sentence_at_once() -> None:
 
 
 def never_done(rank: int, devices: list[torch.device]) -> None:
-    lane = Lane(all_machines(), "steps")
-    futures: list[Future[torch.Tensor]] = [Future()]
-    launched = hooked(lane, "bucket 0", futures.pop)
+    called = SimpleNamespace(future=Future())
+    launched = Lane(all_machines(), "steps").call("backward", "bucket 0", "bucket 0", lambda: called)
     with pytest.raises(PeerGone, match="nothing has come within the group's timeout of 1 s"):
         launched.wait()
 

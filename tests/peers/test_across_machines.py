@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, distributed, nn
 
 from dataparallel import DataParallel, peers
-from dataparallel.machines.peer_rounds import PeerRounds
-from dataparallel.nn import SyncBatchNorm
 from machine_ranks import on_machines
 from peer_calls import Calls
 from peer_machines import FUNCTIONS, Across, as_one_call, grad_of, samples, spanning
@@ -145,51 +141,3 @@ def evaluates_alone(rank: int, devices: list[torch.device]) -> bool:
 
 def test_one_machine_may_evaluate_alone():
     assert on_machines(evaluates_alone) == [True, True]
-
-
-def counts_messages(rank: int, devices: list[torch.device]) -> dict[str, int]:
-    """How often a collective of tensors of three dtypes exchanges values, in forward and in backward."""
-    sent: list[object] = []
-    real = PeerRounds.exchange
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        sent.append(args)
-        return real(*args, **kwargs)
-
-    class Collects(nn.Module):
-        def __init__(self, collective: Any) -> None:
-            super().__init__()
-            self.collective, self.weight = collective, nn.Parameter(torch.ones(3))
-
-        def forward(self, chunk: Tensor) -> Tensor:
-            found = self.collective(
-                {"a": chunk * self.weight, "b": (chunk * self.weight).double(), "c": chunk.sum(1).long()}
-            )
-            return found["a"].sum() + found["b"].square().sum() + 0 * found["c"].sum() + 0 * chunk.sum(1)
-
-    collectives = {
-        "all_gather": lambda tensors: peers.all_gather(tensors, across_machines=True),
-        "all_reduce": lambda tensors: peers.all_reduce(tensors, across_machines=True),
-        "broadcast": lambda tensors: peers.broadcast(tensors, 0, across_machines=True),
-        "reduce_scatter": lambda tensors: peers.reduce_scatter(tensors, across_machines=True),
-    }
-    modules: dict[str, nn.Module] = {name: Collects(collective) for name, collective in collectives.items()}
-    norm = SyncBatchNorm.convert(nn.BatchNorm1d(3), across_machines=True)
-    modules["SyncBatchNorm"] = nn.Sequential(nn.Linear(3, 3), norm)
-    counts = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PeerRounds, "exchange", counting)
-        for name, module in modules.items():
-            net = spanning(module, devices)
-            sent.clear()
-            output = net(torch.ones(4, 3, device=devices[0]))
-            counts[name] = len(sent)
-            output.sum().backward()
-            counts[f"{name}, backward"] = len(sent) - counts[name]
-            assert all(parameter.grad is not None for parameter in net.parameters())
-    return counts
-
-
-def test_a_collective_of_several_dtypes_is_one_exchange() -> None:
-    for counts in on_machines(counts_messages):
-        assert set(counts.values()) == {1}, counts

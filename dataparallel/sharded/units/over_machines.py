@@ -13,7 +13,7 @@ from torch import Tensor
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.machines.arguments import MachineMesh
 from dataparallel.machines.collectives import stage
-from dataparallel.machines.lanes import End
+from dataparallel.machines.group import Result
 from dataparallel.sharded.units.buffers import added_in
 from dataparallel.sharded.units.sharded_unit import ShardedUnit, WaitingSums
 
@@ -88,7 +88,7 @@ class SumsOverMachines:
         # With NCCL all launches have one order. Slots that share a device share a thread of the engine: it might wait
         # for a gather behind a sum that it has to make itself.
         self._waits_for_end = machines.all.state.has_nccl and len({*slots}) < len(slots)
-        self._end: End | None = None  # for each trainable parameter: has a gradient; for each unit: has a rest
+        self._end: Result | None = None  # for each trainable parameter: has a gradient; for each unit: has a rest
         self._mask: list[bool] = []
 
     # ---- sums of this machine ----------------------------------------------------------------------------------------
