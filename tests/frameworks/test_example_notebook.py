@@ -22,5 +22,5 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     assert all(shown)
     assert "samples on" in shown[1][0]
     assert "torch.Size([10, 1])" in shown[1]
-    assert "calls: 3 of Sequential, by replicate" in shown[4][0]
+    assert "dataparallel::parallel_apply" in shown[4][0]
     assert "raised in replica" in shown[-1][0]

@@ -39,6 +39,7 @@ def trainer_for(model, folder, gpus, batch_size=PER_DEVICE, trainer=Trainer, **s
         disable_tqdm=True,
         label_names=["labels"],
         save_strategy="no",
+        remove_unused_columns=False,  # it would look at the signature of the wrapper's forward
         **settings,
     )
     if gpus == 1:
