@@ -1,10 +1,11 @@
-"""`warn_user` and `warn_once`: warnings that show the line of the user's code."""
+"""`warn_user` and `warn_once`: warnings that show the line of the user's code. `is_of_user` finds it."""
 
 from __future__ import annotations
 
 import inspect
 import traceback
 import warnings
+from types import FrameType
 
 _said: dict[str, object] = {}
 
@@ -24,6 +25,11 @@ def warn_user(message: str) -> None:
 
 def _level_of_user() -> int:
     for level, (frame, _) in enumerate(traceback.walk_stack(inspect.currentframe())):
-        if not frame.f_globals.get("__name__", "").startswith(("torch.", "dataparallel.")):
+        if is_of_user(frame):
             return level
     return 1
+
+
+def is_of_user(frame: FrameType) -> bool:
+    """True for code that is neither in this library nor in torch."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] not in ("torch", "dataparallel")

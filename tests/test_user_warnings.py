@@ -17,7 +17,7 @@ def test_a_warning_comes_at_the_line_of_the_caller():
 
 def test_the_library_and_torch_are_no_users():
     code = compile("def call(function): function()", "inside.py", "exec")
-    inner, outer = {"__name__": "dataparallel.inside"}, {"__name__": "torch.nn.inside"}
+    inner, outer = {"__name__": "dataparallel.inside"}, {"__name__": "torch"}
     exec(code, inner)
     exec(code, outer)
     with pytest.warns(UserWarning, match="slow") as caught:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -40,6 +41,7 @@ from dataparallel.replicas.compiled.calls import call_inside, none_compiled
 from dataparallel.replicas.graphs.kinds import CannotBeCaptured, Structure
 from dataparallel.replicas.graphs.pieces import BackwardPiece, CapturedPieces, Recording
 from dataparallel.replicas.plan import UNIT_MODULE
+from dataparallel.user_warnings import is_of_user
 
 _one_at_a_time = threading.Lock()
 
@@ -439,10 +441,8 @@ class LaunchNode(Node):
 
 def _reason(error: BaseException) -> str:
     """The error's first line, and the line of the user's program where it happened."""
-    frame, where = error.__traceback__, ""
-    while frame is not None:
-        code = frame.tb_frame.f_code
-        if "/torch/" not in code.co_filename and "/dataparallel/" not in code.co_filename:
-            where = f" ({code.co_filename}:{frame.tb_lineno}, in {code.co_name})"
-        frame = frame.tb_next
+    where = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if is_of_user(frame):
+            where = f" ({frame.f_code.co_filename}:{line}, in {frame.f_code.co_name})"
     return f"{str(error).splitlines()[0]}{where}"
