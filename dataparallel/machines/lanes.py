@@ -2,7 +2,7 @@
 
 Backends pair collectives by the order in which each rank issues them. A lane issues its items in the order in which
 they were added, which is that of buckets and units: rank 0 sends it after the first step (``gradients.machine_sums``,
-``sharded.units.over_machines``). Lanes have connections of their own, so none waits for another. Only NCCL, and hooks,
+``sharded.units.backward``). Lanes have connections of their own, so none waits for another. Only NCCL, and hooks,
 which send over a group of the user, need one order over all lanes: the order in which rank 0 launches.
 
 A *word* is a small value of each rank, gathered over gloo. A pair of items that have not followed each other before is

@@ -1,7 +1,7 @@
 """`SlotUnit` gathers the full parameters of one unit on one slot before they are used, and frees them afterwards.
 
-The parameters are the same tensors for the whole life of the unit; only their memory comes and goes. So tensors that
-autograd saved in forward have their values again once the unit is gathered in backward.
+The parameters are the same tensors for the whole life of the unit; only their memory comes and goes (`FullBuffer`). So
+tensors that autograd saved in forward have their values again once the unit is gathered in backward.
 
 A slot pulls from a source: `PullSource` has the shards of all owners, `SourceOverMachines` all-gathers them over
 processes first, and with ``reshard_after_forward=k`` `SourceOfPieces` has what slots keep between forward and backward.
@@ -21,21 +21,116 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from dataparallel import _torch
+from dataparallel import _torch, comm
 from dataparallel.comm import settings
+from dataparallel.comm.kernels import DeviceTable
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.comm.streams.held import hold
 from dataparallel.devices import CPU
 from dataparallel.profiling import stage
 from dataparallel.replica_parameter import ReplicaParameter
+from dataparallel.replicas.stamp import layouts_of
 from dataparallel.sharded.placements import rows_of_shards
-from dataparallel.sharded.units.buffers import FullBuffer, Layout, PeerTables, naming_out_of_memory
-from dataparallel.sharded.units.sharded_unit import OwnedShards, Registries, ShardedUnit, TreeStreams, wait_for
+from dataparallel.sharded.units.unit import (
+    Layout,
+    OwnedShards,
+    PeerTables,
+    Registries,
+    ShardedUnit,
+    TreeStreams,
+    contiguous,
+    naming_out_of_memory,
+    wait_for,
+)
 from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
     from dataparallel.machines.group import Result
     from dataparallel.machines.lanes import Lane, Machines
+
+
+class FullBuffer:
+    """The full parameters of one dtype on one slot, whose storage has no bytes at first.
+
+    Attributes:
+        tensors: the parameters, views of one storage. Reading them while it has no bytes crashes the process.
+        gathered: the matrix that has arrived, in the layout of its pieces, until `fill` copies from it; or ``None``.
+        nbytes: the size of the memory, while there is some.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        self._buffer = torch.empty(layout.owners * layout.numel, dtype=dtype, device=device)
+        self._storage = self._buffer.untyped_storage()
+        self.nbytes = self._storage.nbytes()
+        self.tensors: list[Tensor] = []
+        for columns, offset in zip(layout.columns, layout.full_offsets, strict=True):
+            tensor = torch.empty(0, dtype=dtype, device=device)
+            self.tensors.append(tensor.set_(self._storage, offset, columns.shape, contiguous(columns.shape)))
+        self._memory = [tensor.data for tensor in self.tensors]
+        self._versions: tuple[int, ...] = ()
+        self._is_filled = True
+        self.gathered: tuple[Tensor, Layout] | None = None
+        self.free()
+
+    def pull(self, pieces: Sequence[Tensor], first: int, layout: Layout) -> None:
+        """Copies the pieces into a new matrix. Begins with piece ``first``, so that slots pull from distinct owners."""
+        matrix = self._buffer.new_empty(layout.owners, layout.numel)
+        rows = matrix if len(matrix) == len(pieces) else matrix.view(len(pieces), -1)  # several for a piece of machines
+        order = [(first + i) % len(pieces) for i in range(len(pieces))]
+        comm.copy_each([rows[i] for i in order], [pieces[i] for i in order])
+        self.gathered = matrix, layout
+
+    def pull_by(self, table: DeviceTable, pieces: Sequence[Tensor], layout: Layout) -> None:
+        """Has a kernel pull the pieces straight into the buffer, which `allocate` has given memory."""
+        table.launch([*pieces, self._buffer])
+        layout.join_parts(self._buffer)
+
+    def copy_from(self, other: FullBuffer) -> None:
+        """Copies the full buffer of another slot into this one, which `allocate` has given memory."""
+        comm.broadcast(other._buffer, out=[self._buffer])
+
+    @property
+    def flat(self) -> Tensor:
+        """The memory, as bytes. Writes there change no version of a parameter."""
+        return self._buffer.view(torch.uint8)
+
+    @property
+    def references(self) -> int:
+        """See `_torch.tensors_on`."""
+        return _torch.tensors_on(self._storage)
+
+    def allocate(self) -> None:
+        """Gives the parameters memory, unless they have some. `fill` gives them values."""
+        if self._storage.nbytes() != self.nbytes:
+            self._storage.resize_(self.nbytes)
+
+    def fill(self) -> Tensor | None:
+        """Completes the parameters, and returns the matrix ``gathered``, which is not kept, if they came in one."""
+        self.allocate()
+        if self._versions:
+            _torch.set_versions(tuple(self.tensors), self._versions)
+        self._is_filled = True
+        if self.gathered is None:  # the values are in the buffer
+            return None
+        (matrix, layout), self.gathered = self.gathered, None
+        layout.copy_out(matrix, self._buffer)
+        return matrix
+
+    def free(self, keeps_memory: bool = False) -> None:
+        """Frees the memory, or only the values in it, and any memory that ``forward`` has given to a parameter instead.
+
+        A backward that reads the parameters now raises, because their versions have moved.
+        """
+        if self._is_filled:
+            if layouts_of(self.tensors) != layouts_of(self._memory):
+                for tensor, memory in zip(self.tensors, self._memory, strict=True):
+                    tensor.data = memory
+            self._versions = tuple(map(_torch.version_of, self.tensors))
+            torch.autograd.graph.increment_version(self.tensors)
+        if not keeps_memory:
+            self._storage.resize_(0)
+        self._is_filled = False
 
 
 class PullSource:
@@ -355,7 +450,7 @@ class SlotUnit:
     after an event at the end of the copy out.
 
     Attributes:
-        parameters: the full ones, in the unit's order. `nodes.make_outputs` gives them a node of the graph.
+        parameters: the full ones, in the unit's order. `backward.make_outputs` gives them a node of the graph.
         is_unsharded: the user has gathered the parameters by ``unshard()``, and they have not been freed since, nor has
             a backward ended.
         is_in_backward: the backward of a call has begun and not ended.
