@@ -273,10 +273,9 @@ def fail(net: Net, x: Tensor, slots: list) -> None:
 
 
 BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
-    "backward.py:UnitGradients._packed:Event:1": (training, "race: sum_float32 reads"),
+    "backward.py:UnitGradients._delivery:Event:1": (training, "race: sum_float32 reads"),
     "backward.py:UnitGradients._take:release_deliveries:1": (training, "freed too early: .*sum_float32, which reads"),
     "backward.py:UnitGradients.deliver:streams_joined:1": (a_graph_older_than_its_pass, "race: sum_float32 reads"),
-    "backward.py:UnitGradients._empty_delivery:Event:1": (fewer_slots, "race: "),
     "backward.py:UnitGradients.add_up:Event:1": (a_sum_that_fails, "freed too early: "),
     "backward.py:UnitGradients.add_up:wait_for:1": (training, "race: sum_float32 reads"),
     "backward.py:UnitGradients.add_up:wait_for:2": (a_sum_that_fails, "freed too early: "),
@@ -297,13 +296,16 @@ BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
     "gather.py:SlotUnit.free:Event:1": (use_on_other_streams, "freed too early: "),
     "gather.py:SlotUnit.free:wait_for:1": (use_on_other_streams, "freed too early: "),
     "gather.py:SlotUnit.free:wait_for:2": (unshard_in_vain, "freed too early: .*copy_many, which writes"),
-    "backward.py:SumsOfPass._make_computing_wait:wait_for:1": (training, "sum_float32|_foreach_add_"),
-    "backward.py:SumsOfPass.drop_all:_make_computing_wait:1": (a_model_that_fails, "freed too early: "),
-    "backward.py:SumsOfPass.make_callers_wait:Event:1": (streams_that_change, "race: "),
-    "backward.py:SumsOfPass.make_callers_wait:wait_for:1": (streams_that_change, "race: "),
-    "backward.py:SumsOfPass.note_sums:Event:1": (training, "sum_float32|_foreach_add_"),
-    "backward.py:SumsOfPass.release_deliveries:make_wait:1": (training, "freed too early: .*sum_float32, which reads"),
-    "backward.py:SumsOfPass.wait_for_sums:_make_computing_wait:1": (training, "sum_float32|_foreach_add_"),
+    "backward.py:BackwardPass._make_computing_wait:wait_for:1": (training, "sum_float32|_foreach_add_"),
+    "backward.py:BackwardPass.drop:_make_computing_wait:1": (a_model_that_fails, "freed too early: "),
+    "backward.py:BackwardPass.make_callers_wait:Event:1": (streams_that_change, "race: "),
+    "backward.py:BackwardPass.make_callers_wait:wait_for:1": (streams_that_change, "race: "),
+    "backward.py:BackwardPass.note_sums:Event:1": (training, "sum_float32|_foreach_add_"),
+    "backward.py:BackwardPass.release_deliveries:make_wait:1": (
+        training,
+        "freed too early: .*sum_float32, which reads",
+    ),
+    "backward.py:BackwardPass.wait_for_sums:_make_computing_wait:1": (training, "sum_float32|_foreach_add_"),
     "unit.py:TreeStreams.make_owners_wait:wait_for:1": (inference, "race: .*copy_many, which reads"),
     "tree.py:Tree._wait_for_optimizer:wait_for:1": (an_event_after_other_shards, "race: "),
     "tree.py:Tree.take_post_optim_event:GivenEvents:1": (an_event_after_the_optimizer, "race: copy_many reads"),
@@ -316,7 +318,7 @@ BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
 """For each guard a situation that needs it, and what the clocks say without it."""
 
 BY_COPIES: dict[str, tuple[Callable[[list], None], str]] = {
-    "backward.py:UnitGradients._packed:Event:1": (training, "race: "),
+    "backward.py:UnitGradients._delivery:Event:1": (fewer_slots, "race: "),
     "gather.py:SlotUnit._fill:Event:1": (training, "freed too early: "),
     "gather.py:SlotUnit._fill:wait_for:2": (training, "freed too early: "),
     "gather.py:SlotUnit._pull:make_wait:1": (training_in_bfloat16, "race: "),
@@ -327,7 +329,7 @@ BY_COPIES: dict[str, tuple[Callable[[list], None], str]] = {
 ELSEWHERE = {
     "tree.py:RootCall.gather_for_backward:make_wait:1",  # an order of launches: it costs time, and no value
     "backward.py:UnitGradients._empty_delivery:release_deliveries:1",  # as for an owner that has delivered
-    "backward.py:SumsOfPass.wait_for_sums:synchronize:1",  # the host adds: tests/sharded/units/test_backward.py
+    "backward.py:BackwardPass.wait_for_sums:synchronize:1",  # the host adds: tests/sharded/units/test_backward.py
     "unit.py:wait_for:make_wait:1",  # each use of it is a guard
     *(f"unit.py:TreeStreams.meet:{call}:1" for call in ("wait_for", "Event")),  # each purpose is one
 }
@@ -340,8 +342,8 @@ HELD = {
     "backward.py:UnitGradients._take:release_deliveries:1",
     "gather.py:SlotUnit._fill:Event:1",
     "gather.py:SlotUnit._fill:wait_for:2",
-    "backward.py:SumsOfPass.drop_all:_make_computing_wait:1",
-    "backward.py:SumsOfPass.release_deliveries:make_wait:1",
+    "backward.py:BackwardPass.drop:_make_computing_wait:1",
+    "backward.py:BackwardPass.release_deliveries:make_wait:1",
 }
 """Guards of memory alone, which on CUDA is held until the host knows that peers are done (``comm.streams.held``)."""
 

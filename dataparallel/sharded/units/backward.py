@@ -2,7 +2,7 @@
 
 It adds in slot order, so the bits are the same in every run. Kernels add gradients where autograd left them
 (`unit.PeerTables`). Otherwise a slot packs its gradients into a matrix with a row for each owner, and each owner copies
-its rows and adds them. `SumsOfPass` is what the sums of all units share in one pass of backward.
+its rows and adds them. `BackwardPass` is what the sums of all units share in one backward.
 
 `SumsOverMachines` sums over processes, behind the sums over the slots of each. `make_outputs` makes the nodes whose
 backward delivers. `reach_parameters` lets ``backward(inputs=[...])`` reach sharded parameters, which are in no graph.
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -20,26 +21,27 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dataparallel import _torch, comm
 from dataparallel.autograd.node import Node, run_first
-from dataparallel.autograd.pass_of_backward import error_of_failed_pass, running_pass
+from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass
 from dataparallel.comm import settings
 from dataparallel.comm.streams.current import Event, current_streams, streams_joined, streams_set
 from dataparallel.comm.streams.held import hold
+from dataparallel.devices import CPU
+from dataparallel.gradients.gradient_sums import FormerGrad, hooked
+from dataparallel.optimizer_steps import before_steps
 from dataparallel.profiling import stage
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.sharded.order import ordered_in_backward
 from dataparallel.sharded.tensor import ShardedTensor, Taker, divided_like, hand_over, is_divided_alike
 from dataparallel.sharded.units.gather import SlotUnit
 from dataparallel.sharded.units.unit import (
-    FormerShardedGrad,
     Gradients,
     Layout,
-    PassGradients,
     PeerTables,
     ShardedUnit,
-    WaitingSums,
     added_in,
     naming_out_of_memory,
     wait_for,
@@ -50,12 +52,171 @@ if TYPE_CHECKING:
     from dataparallel.machines.lanes import End
 
 
+NewGradients: TypeAlias = dict[ShardedTensor, list[Any]]
+"""By parameter: sums of one pass that nobody else holds, and that are not in ``.grad`` yet."""
+
+
+class PassGradients:
+    """The gradients of one backward: what units have summed, and what the engine has brought to parameters directly.
+
+    Passes of several trees in one backward share it, because these trees may share units, and hooks run once.
+
+    They go to ``.grad`` when the pass has succeeded, and a pass that fails changes no ``.grad``: its threads may still
+    sum when the caller has zeroed all gradients.
+    """
+
+    def __init__(self) -> None:
+        self._new: list[NewGradients] = []  # of each pass
+        self._direct: list[tuple[ShardedTensor, Any]] = []  # parameters, and what the engine has brought
+        self._open_passes = 0
+        self._has_failed = False
+
+    def begin_pass(self) -> NewGradients:
+        """Begins a pass, and returns what it fills. `end_pass` or `fail_pass` follows."""
+        self._open_passes += 1
+        self._new.append({})
+        return self._new[-1]
+
+    def add_direct(self, parameter: ShardedTensor, gradient: Tensor) -> None:
+        """Adds a part of a gradient at the end of the backward, when the streams have waited for all sums."""
+        self._direct.append((parameter, gradient))
+
+    def take_direct(self, parameters: Collection[ShardedTensor]) -> list[tuple[ShardedTensor, Any]]:
+        """Takes back what `add_direct` was given for these parameters."""
+        keys = {*map(id, parameters)}
+        direct, self._direct = self._direct, [pair for pair in self._direct if id(pair[0]) not in keys]
+        return [pair for pair in direct if id(pair[0]) in keys]
+
+    def publish(self, of_pass: NewGradients) -> None:
+        """Makes new gradients the parameters' ``.grad`` where there is none, except those that hooks have to see."""
+        if self._has_failed:
+            raise RuntimeError(
+                "this backward has lost gradients: it shares modules with another one, which has failed. Zero the "
+                "gradients, and run it again"
+            )
+        for parameter, gradients in self._unhooked(of_pass):
+            if parameter.grad is None:
+                parameter.grad = gradients.pop(0)
+
+    @torch.no_grad()
+    def add(self, of_pass: NewGradients) -> None:
+        """Publishes new gradients, and adds others to ``.grad`` on the current streams, which wait for the sums."""
+        self.publish(of_pass)
+        while unhooked := self._unhooked(of_pass):
+            by_device: defaultdict[torch.device, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+            for parameter, gradients in unhooked:
+                assert parameter.grad is not None
+                for shard, addition in zip(parameter.grad._shards, gradients.pop(0)._shards, strict=True):
+                    shards, additions = by_device[shard.device]
+                    shards.append(shard)
+                    additions.append(addition)
+            for shards, additions in by_device.values():
+                _torch.foreach_add_(shards, additions)
+
+    def _unhooked(self, of_pass: NewGradients) -> list[tuple[ShardedTensor, list[Any]]]:
+        return [(each, found) for each, found in [*of_pass.items()] if found and not _torch.hooks_of(each)]
+
+    def fail_pass(self) -> None:
+        self._open_passes -= 1
+        self._has_failed = True
+
+    @torch.no_grad()
+    def end_pass(self) -> None:
+        """Ends a pass. The last one completes the gradients and runs the parameters' hooks.
+
+        The current streams have waited for the sums.
+        """
+        self._open_passes -= 1
+        if self._open_passes:
+            return
+        for parameter, direct in self._direct:
+            self._new[0].setdefault(parameter, []).append(direct.clone())  # other code may hold `direct`
+        self._direct.clear()
+        self.add(self._new[0])
+        for parameter in dict.fromkeys(chain.from_iterable(self._new)):
+            if found := [gradient for of_pass in self._new for gradient in of_pass.pop(parameter, [])]:
+                gradient, *others = found
+                for other in others:
+                    gradient.add_(other)
+                changed: Any = hooked(parameter, gradient)
+                gradient = changed if is_divided_alike(changed, parameter) else divided_like(changed, gradient)
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            for hook in [*(_torch.hooks_after_accumulation_of(parameter) or {}).values()]:
+                hook(parameter)
+
+
+class FormerShardedGrad(FormerGrad):
+    """Where there is no ``.grad`` it becomes zeros, made on the current streams, which are the computing ones."""
+
+    def __init__(self, parameter: ShardedTensor) -> None:
+        if parameter.grad is None:
+            # An operator on sharded tensors would run on other streams in a backward.
+            zeros = [torch.zeros_like(shard) for shard in parameter._shards]
+            parameter.grad = ShardedTensor(zeros, parameter.placement, parameter.shape, devices=parameter.devices)
+        super().__init__(parameter)
+
+    def writes_to(self, grad: ShardedTensor) -> int:
+        """Scaling does not count: what is scaled may be the zeros that say that gradients are held."""
+        return grad._overwrites
+
+    @torch.no_grad()
+    def is_zero(self, grad: ShardedTensor) -> bool:
+        with ordered_in_backward({shard.device for shard in grad._shards}):
+            return not any(bool(shard.any()) for shard in grad._shards)
+
+
+class WaitingSums:
+    """Gradients of a unit that wait for the next sum: on slots, or at owners for the sums of other machines.
+
+    They are in memory of the computing streams. They are dropped if the user drops or zeroes ``.grad``.
+
+    Attributes:
+        matrices: for each slot or owner the gradients of each dtype, in the layouts of ``groups``.
+        direct: by position gradients that the engine has brought to parameters directly.
+        present: positions of the parameters that have gradients in ``matrices``.
+    """
+
+    def __init__(self, unit: ShardedUnit) -> None:
+        self._groups, self._parameters = unit.groups, unit.parameters
+        self.matrices: dict[int, Sequence[Tensor]] = {}
+        self.direct: dict[int, Tensor] = {}
+        self.present: set[int] = set()
+        self._former: dict[int, FormerGrad] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.matrices or self.direct)
+
+    def note(self) -> None:
+        """Notes to which ``.grad`` the gradients belong. The computing streams are current."""
+        self._former = {i: FormerShardedGrad(self._parameters[i]) for i in sorted(self.present | {*self.direct})}
+
+    def drop_void(self) -> None:
+        self._drop([i for i, former in self._former.items() if former.is_void()])
+
+    def drop_new(self, slots: Iterable[int]) -> None:
+        """Drops those of ``slots``, and of all parameters that had none when `note` was called last."""
+        for slot in slots:
+            self.matrices.pop(slot, None)
+        self._drop(self.present - self._former.keys())
+
+    def _drop(self, positions: Iterable[int]) -> None:
+        for i in positions:
+            self._former.pop(i, None)
+            self.direct.pop(i, None)
+            self.present.discard(i)
+            for at, (kept, layout, _) in enumerate(self._groups):
+                for matrices in self.matrices.values() if i in kept else ():
+                    layout.zero_columns(kept.index(i), matrices[at].view(-1, layout.numel))
+        if not self.present:
+            self.matrices.clear()
+
+
 @dataclass
 class Delivery:
     """The gradients that one slot has computed for one unit, and memory for its owner's part of the sum.
 
     The memory belongs to the slot's computing stream. It is dropped before the slot's next delivery, of any unit, and
-    held until the sums that read it are over (`SumsOfPass.release_deliveries`).
+    held until the sums that read it are over (`BackwardPass.release_deliveries`).
 
     Attributes:
         device: the slot's.
@@ -89,32 +250,125 @@ class Delivery:
         return found
 
 
-@dataclass
-class SumsOfPass:
-    """The state that the sums of all units of a tree share in one pass of backward.
+_PATIENCE = 0.25
+"""Seconds after which a slot stops waiting if no slot has begun the backward of a unit."""
+
+_MAY_WAIT_BYTES = 2**20
+"""Bytes of a slot's gradients that may wait for another slot before the slot stops."""
+
+
+class BackwardPass:
+    """One backward of a tree: the tasks of the engine that it includes, and what the sums of all units share.
+
+    It runs while one of its ``tasks`` runs: several, if several threads call backward, and each of them may return
+    before the last one. It is over when the last task has ended or one has failed. Then it takes no more gradients, and
+    after the sums it has finished. ``end_task`` is called when a task ends, and ``before_step`` before the optimizer's
+    next step if a ``backward()`` has returned while another one runs on: see `Tree`.
+
+    No slot may run far ahead of the others, because its gradients would pile up until the slowest slot has delivered
+    too (`wait_for_others`).
 
     Attributes:
+        slots: how many take part, the first ones of the tree.
         computing: the computing stream of each accelerator, as in forward.
-        callers: the streams that were current where ``backward()`` was called. They may be others.
-        in_flight: for each slot the deliveries whose sums have been launched, each with an event after its last read.
         latest_sum: an event after all sums launched so far, which have read their deliveries by then.
         are_on_host: true if the host adds sums to gradients, once ``latest_sum`` has passed.
         restorers: functions that hold gradients of earlier passes on the slots again, called if the pass fails.
+        reaches_units: true if units take part, not only parameters that a loss uses directly.
+        is_recorded: true if a graph of this backward is recorded (``create_graph=True``).
+        has_returned: true once a task has ended while others run on.
+        has_finished: true once streams wait for all sums, or if the pass has failed.
     """
 
-    slots: int
-    computing: Mapping[torch.device, torch.Stream]
-    summed: PassGradients
-    in_flight: dict[int, list[tuple[Delivery, Event | None]]] = field(default_factory=dict)
-    latest_sum: Event | None = None
-    are_on_host: bool = False
-    restorers: list[Callable[[], object]] = field(default_factory=list)
-    over_machines: SumsOverMachines | None = None
-    callers: set[torch.Stream] = field(default_factory=set)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(
+        self,
+        slots: Sequence[torch.device],
+        computing: Mapping[torch.device, torch.Stream],
+        summed: PassGradients,
+        over_machines: SumsOverMachines | None,
+        end_task: Callable[[BackwardPass, PassOfBackward, bool], None],
+        before_step: Callable[[Optimizer], bool],
+    ) -> None:
+        self.computing, self.over_machines = computing, over_machines
+        self.summed, self.new = summed, summed.begin_pass()
+        self._end_task, self._before_step = end_task, before_step
+        self.slots = 0
+        self.include(slots)
+        self.reaches_units = self.is_recorded = self.has_returned = self.has_finished = self._is_over = False
+        self.tasks: set[PassOfBackward] = set()
+        self._changed = threading.Condition()
+        self._to_come: dict[object, list[int]] = {}  # for each slot bytes of gradients that it has still to deliver
+        self._gave_up_at: dict[int, int] = {}  # for each slot that gave up: the bytes to come of the slowest slot
+        # For each slot the deliveries whose sums have been launched, each with an event after its last read.
+        self._in_flight: dict[int, list[tuple[Delivery, Event | None]]] = {}
+        self.latest_sum: Event | None = None
+        self.are_on_host = False
+        self.restorers: list[Callable[[], object]] = []
+        # The streams that were current where `backward()` was called. They may be others than the computing ones.
+        self._callers: set[torch.Stream] = set()
 
-    def __post_init__(self) -> None:
-        self.new = self.summed.begin_pass()
+    # ---- tasks -------------------------------------------------------------------------------------------------------
+
+    def include(self, slots: Sequence[torch.device]) -> None:
+        """Has these slots take part, the first ones of the tree."""
+        self.slots = max(self.slots, len(slots))
+        self._have_own_threads = len({*slots}) == len(slots) and CPU not in slots
+
+    def join(self, only_if_alone: bool = False) -> bool:
+        """Makes the pass last until the engine's task that runs now has ended. Called in the backward of a node.
+
+        With ``only_if_alone`` the task joins unless another task has: a backward may reach parameters on a way past the
+        hooks. Returns false if the pass is over and takes no more gradients.
+        """
+        running = running_pass()
+        with self._changed:
+            if self._is_over:
+                return False
+            if running in self.tasks or (only_if_alone and self.tasks):
+                return True
+            self.tasks.add(running)
+        running.on_end(partial(self._end_task, self, running))
+        return True
+
+    def leave(self, task: PassOfBackward, ok: bool) -> bool:
+        """Notes that a task has ended. Returns true, once, if it was the last one or has failed: the pass is over."""
+        with self._changed:
+            self.tasks.discard(task)
+            if self._is_over:
+                return False
+            self._note_callers()
+            if self.tasks and ok:
+                self.has_returned = True
+                self.publish()
+                # The other one may have failed before: torch raises the error while threads still run its nodes. A
+                # backward that begins meanwhile takes part in the same pass, and loses gradients when the pass ends.
+                before_steps(self._before_step)
+                return False
+            self._is_over = True
+            self._changed.notify_all()
+            return True
+
+    def wait_for_others(self, call: object, slot: int, to_come: Sequence[int], left: int) -> None:
+        """Waits while too many gradients of this slot wait for another. Does nothing if slots share a thread.
+
+        The backward of a unit of the ``call`` begins. Then the slot has still to deliver ``left`` bytes of gradients,
+        and each slot had ``to_come`` at the beginning. The slowest slot never waits. But it may need what the thread of
+        a waiting slot has to compute. So a slot that has seen no other move for `_PATIENCE` seconds goes on until the
+        slowest one has moved: waiting saves memory, and correct results do not need it.
+        """
+        if not self._have_own_threads:
+            return
+        with self._changed:
+            of_slots = self._to_come.setdefault(call, [*to_come])
+            of_slots[slot] = min(of_slots[slot], left)
+            self._changed.notify_all()
+            while not self._is_over and max(of_slots) - of_slots[slot] > _MAY_WAIT_BYTES:
+                if self._gave_up_at.get(slot) == max(of_slots):
+                    break
+                if not self._changed.wait(_PATIENCE):
+                    self._gave_up_at[slot] = max(of_slots)
+
+    # ---- sums --------------------------------------------------------------------------------------------------------
 
     def note_sums(self, unit: ShardedUnit, by_owner: Sequence[Delivery]) -> None:
         """Notes that sums of these deliveries have been launched on all streams that add.
@@ -122,13 +376,13 @@ class SumsOfPass:
         Each stream's event comes after the copies to it, which read the deliveries. Threads of several slots may end
         sums at once: their events are recorded one after the other.
         """
-        with self._lock:
+        with self._changed:
             self.latest_sum = unit.streams.meet("sums", [Event(stream) for stream in unit.streams.adding.values()])
             for slot, delivery in enumerate(by_owner):
-                self.in_flight.setdefault(slot, []).append((delivery, self.latest_sum))
+                self._in_flight.setdefault(slot, []).append((delivery, self.latest_sum))
 
     def add_totals(self, unit: ShardedUnit, totals: Sequence[Sequence[Tensor]], present: Collection[int]) -> None:
-        """Takes the gradients of a unit, of which all owners' parts are in ``totals``."""
+        """Takes the gradients of a unit: for each dtype the parts of all owners, and the positions with gradients."""
         for (kept, layout, _), of_owners in zip(unit.groups, totals, strict=True):
             parts = [layout.parts_of(flat, owner) for owner, flat in enumerate(of_owners)]
             for at, i in enumerate(kept):
@@ -143,45 +397,54 @@ class SumsOfPass:
 
     def release_deliveries(self, slot: int) -> None:
         """Drops the slot's deliveries. Their memory is held until sums that use it are over, or its stream waits."""
-        with self._lock:
-            deliveries = self.in_flight.pop(slot, [])
+        with self._changed:
+            deliveries = self._in_flight.pop(slot, [])
         for delivery, after_reads in deliveries:
             if after_reads is not None and not hold(delivery.memory, after_reads):
                 after_reads.make_wait(self.computing[delivery.device])
 
-    def _drop_deliveries(self) -> None:
-        """Drops all deliveries, once the computing streams wait for the sums that read them."""
-        for delivery, after_reads in chain.from_iterable(self.in_flight.values()):
-            if after_reads is not None:
-                hold(delivery.memory, after_reads)
-        self.in_flight.clear()
+    # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def drop_all(self) -> None:
-        """Drops everything after a failure. The computing streams, which are current, wait for sums that read it."""
-        self._make_computing_wait()
-        if self.over_machines is not None:
-            self.over_machines.fail(error_of_failed_pass())
-        self._drop_deliveries()
-        self.new.clear()
-        self.summed.fail_pass()
-        while self.restorers:
-            self.restorers.pop()()
+    def drop(self, units: Sequence[UnitGradients]) -> None:
+        """Drops the gradients of a pass that has failed. The computing streams wait for sums that read them."""
+        with streams_set(self.computing):
+            for gradients in units:
+                gradients.end_pass(None)
+            self._make_computing_wait()
+            self._drop_deliveries()
+            if self.over_machines is not None:
+                self.over_machines.fail(error_of_failed_pass())
+            self.new.clear()
+            self.summed.fail_pass()
+            while self.restorers:
+                self.restorers.pop()()
+        if self.has_returned:
+            for gradients in units:
+                gradients.note_lost(self.computing)
+        self.has_finished = True
 
     def _make_computing_wait(self) -> None:
         wait_for([] if self.latest_sum is None else [self.latest_sum], self.computing.values())
 
-    def note_callers(self) -> None:
+    def _drop_deliveries(self) -> None:
+        """Drops all deliveries, once the computing streams wait for the sums that read them."""
+        for delivery, after_reads in chain.from_iterable(self._in_flight.values()):
+            if after_reads is not None:
+                hold(delivery.memory, after_reads)
+        self._in_flight.clear()
+
+    def _note_callers(self) -> None:
         """Notes the current streams as callers'. At the end of a task the engine makes the caller's streams current."""
-        self.callers.update(current_streams(self.computing).values())
+        self._callers.update(current_streams(self.computing).values())
 
     def make_callers_wait(self) -> None:
         """Makes the callers' streams and the current ones wait for the computing streams.
 
         On the callers' streams other code uses gradients, and an optimizer writes to the shards that pulls have read.
         """
-        self.note_callers()
+        self._note_callers()
         for device, computing in self.computing.items():
-            others = [stream for stream in self.callers if stream.device == device and stream != computing]
+            others = [stream for stream in self._callers if stream.device == device and stream != computing]
             if others:
                 wait_for([Event(computing)], others)
 
@@ -198,6 +461,7 @@ class SumsOfPass:
         self.restorers.clear()
         self.make_callers_wait()
         self.summed.end_pass()  # uses gradients on the current streams, which wait for the sums now
+        self.has_finished = True
 
 
 class UnitGradients:
@@ -210,16 +474,19 @@ class UnitGradients:
 
     Attributes:
         waiting: these gradients. A pass that synchronises adds them, and drops them when its deliveries are complete.
+        partial: sums of this machine, or of its shard group, that wait for the sums of other machines.
     """
 
     def __init__(self, unit: ShardedUnit) -> None:
-        self._unit = unit
+        self.unit = unit
+        self._slot_units: list[SlotUnit] = []
         self._lock = threading.Lock()
         # A slot's lock is held while its gradients are packed: on the CPU several threads may deliver for one slot.
         self._packing_locks = [threading.Lock() for _ in unit.slots]
         self.full_bytes = sum(layout.owners * layout.numel * dtype.itemsize for _, layout, dtype in unit.groups)
         self._rounds: list[dict[int, Delivery]] = []  # deliveries by slot that wait for other slots
-        self.waiting = WaitingSums(unit.groups, unit.parameters)
+        self.waiting = WaitingSums(unit)
+        self.partial: WaitingSums | None = None
         self._new: set[int] = set()  # slots whose waiting gradients are of this pass alone
         self._added: set[int] = set()  # slots whose waiting gradients are in a delivery of this pass
         self._lost: list[FormerShardedGrad] = []  # of parameters whose gradients are incomplete until they are zeroed
@@ -227,46 +494,75 @@ class UnitGradients:
 
     def receive_direct(self) -> None:
         """Has torch's engine hand over what it brings to parameters directly. ``Module.to_empty`` ends that."""
-        for i in self._unit.trainable:
-            hand_over(self._unit.parameters[i], weakref.WeakMethod(self._find_taker))
+        for i in self.unit.trainable:
+            hand_over(self.unit.parameters[i], weakref.WeakMethod(self._find_taker))
 
     def _find_taker(self) -> Taker | None:
-        return None if self._unit.pass_gradients is None else self._take_direct
+        return None if self.unit.join_pass is None else self._take_direct
 
     def _take_direct(self, parameter: ShardedTensor, gradient: Tensor) -> None:
         """Takes the gradient of a parameter that a loss uses directly, in the backward of its node."""
-        assert self._unit.pass_gradients is not None
-        summed = self._unit.pass_gradients()
+        assert self.unit.join_pass is not None
+        summed = self.unit.join_pass(reaches_units=False).summed
         if not is_divided_alike(gradient, parameter):
             with torch.no_grad(), ordered_in_backward({shard.device for shard in parameter._shards}):
                 gradient = divided_like(gradient, parameter)
         summed.add_direct(parameter, gradient)
 
-    def deliver(self, slot: int, grads: Sequence[Tensor | None], sums: SumsOfPass) -> bool | None:
+    def attach(self, slot_unit: SlotUnit) -> None:
+        """Makes a slot's parameters outputs of the node that delivers their gradients. Called for each slot in turn."""
+        self._slot_units.append(slot_unit)
+        if self.unit.trainable:
+            trainable = [slot_unit.parameters[i] for i in self.unit.trainable]
+            make_outputs(trainable, slot_unit.device, self.receive, slot_unit.slot)
+
+    def receive(self, slot: int, grads: Sequence[Tensor | None]) -> None:
+        """Called in the backward of a slot's node, which may not be recorded."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True reaches sharded parameters: a graph of their gradients would need them full. Take "
+                "gradients of inputs only: torch.autograd.grad(loss, inputs, create_graph=True)"
+            )
+        chosen: Any = running_pass().contents.get(CHOSEN)
+        grads = [g if self._takes(i, chosen) else None for i, g in zip(self.unit.trainable, grads, strict=True)]
+        assert self.unit.join_pass is not None  # a call has made the graph
+        self.deliver(slot, grads, self.unit.join_pass(only_if_alone=True))
+        self._slot_units[slot].note_gradients()
+
+    def takes_any(self, chosen: Collection[int]) -> bool:
+        """True if the unit has a parameter that needs a gradient with one of these ids, or slot 0's copy of it."""
+        return any(self._takes(i, chosen) for i in self.unit.trainable)
+
+    def _takes(self, i: int, chosen: Collection[int] | None) -> bool:
+        parameter = self.unit.parameters[i]
+        if not parameter.requires_grad:  # any more
+            return False
+        return chosen is None or id(parameter) in chosen or id(self._slot_units[0].parameters[i]) in chosen
+
+    def deliver(self, slot: int, grads: Sequence[Tensor | None], running: BackwardPass) -> None:
         """Takes the gradients of one slot, in the order of ``unit.trainable``, and sums if this slot is the last.
 
         The gradients are ready on the current stream, which is the graph's. The graph may be older than the pass, so
-        the pass's computing stream joins it, and owns the delivery. Returns true if the gradients have been summed,
-        false if they wait for other slots, and ``None`` if they stay on the slot.
+        the pass's computing stream joins it, and owns the delivery.
         """
-        device = self._unit.slots[slot]
-        joined = streams_joined({device: sums.computing[device]} if device in sums.computing else {})
+        device = self.unit.slots[slot]
+        joined = streams_joined({device: running.computing[device]} if device in running.computing else {})
         with stage("reduce_add", slot), self._packing_locks[slot], joined:
-            return self._take(slot, grads, sums)
+            self._take(slot, grads, running)
 
-    def _take(self, slot: int, grads: Sequence[Tensor | None], sums: SumsOfPass) -> bool | None:
-        sums.release_deliveries(slot)
-        with naming_out_of_memory("gradients", self._unit.name, self._unit.slots[slot], self.full_bytes):
+    def _take(self, slot: int, grads: Sequence[Tensor | None], running: BackwardPass) -> None:
+        running.release_deliveries(slot)
+        with naming_out_of_memory("gradients", self.unit.name, self.unit.slots[slot], self.full_bytes):
             delivery = self._packed(slot, grads)
         with self._lock:
             waiting = self.waiting
-            if not self._unit.requires_gradient_sync:
+            if not self.unit.requires_gradient_sync:
                 if delivery.present:
                     if slot not in waiting.matrices:
                         self._new.add(slot)
                     waiting.matrices[slot] = delivery.matrices  # includes the gradients that waited before
                     waiting.present |= delivery.present
-                return None
+                return
             if slot in waiting.matrices and slot not in self._added:
                 self._added.add(slot)
                 delivery.present |= waiting.present
@@ -274,13 +570,11 @@ class UnitGradients:
             if deliveries is None:
                 self._rounds.append(deliveries := {})
             deliveries[slot] = delivery
-            if len(deliveries) == sums.slots:
+            if len(deliveries) == running.slots:
                 # The lock is held, so that later rounds of this unit are summed after this one.
-                self.add_up(self._rounds.pop(0), sums)
-                return True
-            return False
+                self.add_up(self._rounds.pop(0), running)
 
-    def end_pass(self, sums: SumsOfPass | None) -> None:
+    def end_pass(self, ended: BackwardPass | None) -> None:
         """Sums all deliveries that are left.
 
         With ``None`` the pass has failed: deliveries that wait for other slots are dropped, and so are gradients that
@@ -290,39 +584,39 @@ class UnitGradients:
         with self._lock:
             waiting, new, added, rounds = self.waiting, self._new, self._added, self._rounds
             self._new, self._added, self._rounds = set(), set(), []
-            if sums is None:
+            if ended is None:
                 waiting.drop_new(new)
                 return
-            if self._unit.requires_gradient_sync:
-                self.waiting = WaitingSums(self._unit.groups, self._unit.parameters)
+            if self.unit.requires_gradient_sync:
+                self.waiting = WaitingSums(self.unit)
                 self.waiting.direct = waiting.direct
-                sums.restorers.append(partial(setattr, self, "waiting", waiting))
+                ended.restorers.append(partial(setattr, self, "waiting", waiting))
                 if rest := waiting.matrices.keys() - added:
-                    rounds.append({slot: self._waited(slot, waiting, sums) for slot in sorted(rest)})
-            self._hold_or_add_direct(sums)
+                    rounds.append({slot: self._waited(slot, waiting, ended) for slot in sorted(rest)})
+            self._hold_or_add_direct(ended)
             for deliveries in rounds:
-                self.add_up(deliveries, sums)
-            with streams_set(sums.computing):
+                self.add_up(deliveries, ended)
+            with streams_set(ended.computing):
                 self.waiting.note()
 
-    def _waited(self, slot: int, waiting: WaitingSums, sums: SumsOfPass) -> Delivery:
+    def _waited(self, slot: int, waiting: WaitingSums, ended: BackwardPass) -> Delivery:
         """Returns the delivery of a slot that brings nothing in this pass, but has waiting gradients."""
-        delivery = self._empty_delivery(slot, sums)
+        delivery = self._empty_delivery(slot, ended)
         delivery.gradients, delivery.present = [*waiting.matrices[slot]], waiting.present
-        delivery.tables = self._unit.tables
+        delivery.tables = self.unit.tables
         return delivery
 
     @torch.no_grad()
-    def _hold_or_add_direct(self, sums: SumsOfPass) -> None:
+    def _hold_or_add_direct(self, ended: BackwardPass) -> None:
         """Holds what the engine has brought to parameters directly if the sums wait, else adds what was held."""
-        unit, held, self.waiting.direct = self._unit, self.waiting.direct, {}
+        unit, held, self.waiting.direct = self.unit, self.waiting.direct, {}
         has_replicas = unit.machines is not None and unit.machines.replicate is not None
         if unit.requires_gradient_sync and (unit.requires_all_reduce or not has_replicas):
             for i, gradient in held.items():
-                sums.summed.add_direct(unit.parameters[i], gradient)
+                ended.summed.add_direct(unit.parameters[i], gradient)
             return
         held = dict(held)
-        for parameter, gradient in sums.summed.take_direct(unit.parameters):
+        for parameter, gradient in ended.summed.take_direct(unit.parameters):
             i = next(i for i in unit.trainable if unit.parameters[i] is parameter)
             held[i] = held[i] + gradient if i in held else gradient.clone()  # other code may hold `gradient`
         self.waiting.direct = held
@@ -333,7 +627,7 @@ class UnitGradients:
         ``computing``: the computing streams. Where there is no ``.grad``, it becomes zeros, which the user may drop.
         """
         with self._lock, streams_set(computing), torch.inference_mode(False), torch.no_grad():
-            self._lost = [FormerShardedGrad(self._unit.parameters[i]) for i in self._unit.trainable]
+            self._lost = [FormerShardedGrad(self.unit.parameters[i]) for i in self.unit.trainable]
 
     def refuse_lost(self) -> None:
         """Raises if gradients are incomplete, and the user has not zeroed them."""
@@ -343,7 +637,7 @@ class UnitGradients:
             self._lost = [former for former in self._lost if not former.is_void()]
             if self._lost:
                 raise RuntimeError(
-                    f"gradients of the unit {self._unit.name!r} are incomplete since a backward has failed: parts of "
+                    f"gradients of the unit {self.unit.name!r} are incomplete since a backward has failed: parts of "
                     "sums are missing. Zero the gradients of the whole model, with model.zero_grad(), and run the "
                     "step again"
                 )
@@ -351,31 +645,32 @@ class UnitGradients:
     @property
     def are_held(self) -> bool:
         """True if gradients wait on slots for the next sum, or at owners for the next sum over machines."""
-        return bool(self.waiting) or self._unit.partial is not None
+        return bool(self.waiting) or self.partial is not None
 
     def drop_void(self) -> None:
         """Drops waiting gradients of parameters whose ``.grad`` the user has dropped or zeroed since."""
         with self._lock:
             self.waiting.drop_void()
-            if (partial_sums := self._unit.partial) is not None:
-                partial_sums.drop_void()
-                self._unit.partial = partial_sums if partial_sums else None
+            if self.partial is not None:
+                self.partial.drop_void()
+                self.partial = self.partial or None
 
     def _packed(self, slot: int, grads: Sequence[Tensor | None]) -> Delivery:
         """Returns the slot's delivery, which includes the gradients that wait there, unless a delivery has them."""
         self._refuse_sparse(grads)
-        unit, device = self._unit, self._unit.slots[slot]
+        unit, device = self.unit, self.unit.slots[slot]
         waiting = None if slot in self._added else self.waiting.matrices.get(slot)
         of_parameter = dict(zip(unit.trainable, grads, strict=True))
         present = {i for i, grad in of_parameter.items() if grad is not None}
-        delivery = Delivery(device, [], [], [], present, None, unit.tables)
+        tables = unit.tables  # read once: another thread's call may end their use
+        gradients: list[Gradients] = []
         # What waits is added in the dtype of the sums, by all slots if by any.
         is_held = not unit.requires_gradient_sync or bool(self.waiting)
-        for at, (kept, layout, dtype) in enumerate(self._unit.groups):
+        for at, (kept, layout, dtype) in enumerate(self.unit.groups):
             found = [of_parameter[i] for i in kept]
-            summed = None if delivery.tables is None or is_held else delivery.tables.summed[at]
+            summed = None if tables is None or is_held else tables.summed[at]
             if summed is not None and _kernels_read(found, layout, summed):
-                delivery.gradients.append(found)
+                gradients.append(found)
                 continue
             packed = torch.empty(
                 layout.owners, layout.numel, dtype=summed or unit.precision.of_sums(dtype), device=device
@@ -384,20 +679,31 @@ class UnitGradients:
             packed = packed.view(len(unit.slots), -1)  # a row for each owner, with its parts on all machines
             if waiting is not None:
                 packed.add_(waiting[at])
-            delivery.gradients.append(packed)
-        if unit.requires_gradient_sync:
-            delivery.sums, delivery.parts = self.memory_for_sums(device)
+            gradients.append(packed)
+        return self._delivery(slot, gradients, present, tables, unit.requires_gradient_sync)
+
+    def _delivery(
+        self,
+        slot: int,
+        gradients: list[Gradients],
+        present: set[int],
+        tables: PeerTables | None = None,
+        is_summed: bool = True,
+    ) -> Delivery:
+        """Returns a delivery, which is there on the current stream, with memory for the sum of the slot's owner."""
+        device = self.unit.slots[slot]
+        sums, parts = self._memory_for_sums(device) if is_summed else ([], [])
         stream = current_streams([device]).get(device)
-        delivery.written = None if stream is None else Event(stream)
-        return delivery
+        written = None if stream is None else Event(stream)
+        return Delivery(device, gradients, sums, parts, present, written, tables)
 
     @torch.no_grad()
-    def add_up(self, deliveries: Mapping[int, Delivery], sums: SumsOfPass) -> None:
+    def add_up(self, deliveries: Mapping[int, Delivery], running: BackwardPass) -> None:
         """Launches the sums of one round: a delivery of each slot, or of some slots at the end of the pass."""
-        streams, slots = self._unit.streams, self._unit.slots
-        by_owner = [deliveries.get(owner) or self._empty_delivery(owner, sums) for owner in range(len(slots))]
+        streams, slots = self.unit.streams, self.unit.slots
+        by_owner = [deliveries.get(owner) or self._empty_delivery(owner, running) for owner in range(len(slots))]
         present = {i for delivery in by_owner for i in delivery.present}
-        totals: list[list[Tensor]] = [[] for _ in self._unit.groups]  # for each dtype the parts of all owners
+        totals: list[list[Tensor]] = [[] for _ in self.unit.groups]  # for each dtype the parts of all owners
         # These events come after all that the computing streams have done to existing gradients.
         written = streams.meet("deliveries", [each.written for each in by_owner if each.written is not None])
         wait_for([] if written is None else [written], streams.adding.values())
@@ -406,54 +712,51 @@ class UnitGradients:
             for owner, own in enumerate(by_owner):
                 stream = streams.adding.get(slots[owner])
                 with streams_set({} if stream is None else {slots[owner]: stream}):
-                    self._end_sum(owner, own, totals, sums)
+                    self._end_sum(owner, own, totals, running)
         except BaseException:
             # Sums that have been launched read the deliveries, which are dropped now.
-            wait_for([Event(stream) for stream in streams.adding.values()], sums.computing.values())
+            wait_for([Event(stream) for stream in streams.adding.values()], running.computing.values())
             raise
-        sums.note_sums(self._unit, by_owner)
-        if sums.over_machines is not None:
-            sums.over_machines.end_unit(self._unit, present)
+        running.note_sums(self.unit, by_owner)
+        if running.over_machines is not None:
+            running.over_machines.end_unit(self, present)
             return
-        sums.are_on_host |= self._unit.is_offloaded
-        sums.add_totals(self._unit, totals, present)
+        running.are_on_host |= self.unit.is_offloaded
+        running.add_totals(self.unit, totals, present)
 
-    def _empty_delivery(self, owner: int, sums: SumsOfPass) -> Delivery:
+    def _empty_delivery(self, owner: int, running: BackwardPass) -> Delivery:
         """Returns a delivery without gradients, for an owner whose slot has no memory for a sum."""
-        sums.release_deliveries(owner)  # of earlier units, as the slot has delivered nothing for this
-        device = self._unit.slots[owner]
-        with streams_set({device: sums.computing[device]} if device in sums.computing else {}):
-            memory, parts = self.memory_for_sums(device)
-            stream = current_streams([device]).get(device)
-        nothing: list[Gradients] = [() for _ in self._unit.groups]
-        return Delivery(device, nothing, memory, parts, set(), None if stream is None else Event(stream))
+        running.release_deliveries(owner)  # of earlier units, as the slot has delivered nothing for this
+        device = self.unit.slots[owner]
+        with streams_set({device: running.computing[device]} if device in running.computing else {}):
+            return self._delivery(owner, [() for _ in self.unit.groups], set())
 
     def _reduce_scatter(self, by_owner: Sequence[Delivery]) -> None:
         """Launches the sums of all dtypes, into the memory that each owner has for them."""
         # Those of a slot that has delivered: another thread's call may have ended their use since.
         tables = next((each.tables for each in by_owner if each.tables is not None), None)
-        with streams_set(self._unit.streams.adding), settings.held(self._unit.comm_settings):
-            for at in range(len(self._unit.groups)):
+        with streams_set(self.unit.streams.adding), settings.held(self.unit.comm_settings):
+            for at in range(len(self.unit.groups)):
                 found, totals = [each.gradients[at] for each in by_owner], [each.sums[at] for each in by_owner]
                 if tables is not None and tables.summed[at] is not None:
-                    tables.reduce_scatter(self._unit.name, at, found, totals)
+                    tables.reduce_scatter(self.unit.name, at, found, totals)
                 else:
                     matrices = [grads for grads in found if isinstance(grads, Tensor)]
                     comm.reduce_scatter(matrices, totals, self._allocate)
 
     def _allocate(self, like: Tensor, *, device: torch.device) -> Tensor:
-        with naming_out_of_memory("summed gradients", self._unit.name, device, like.nbytes):
+        with naming_out_of_memory("summed gradients", self.unit.name, device, like.nbytes):
             return torch.empty_like(like, device=device)
 
-    def _end_sum(self, owner: int, own: Delivery, totals: Sequence[list[Tensor]], sums: SumsOfPass) -> None:
+    def _end_sum(self, owner: int, own: Delivery, totals: Sequence[list[Tensor]], running: BackwardPass) -> None:
         """Puts the owner's part into ``totals``, or over machines passes it on."""
-        unit = self._unit
+        unit = self.unit
         factor = unit.gradient_divide_factor * (1 if unit.machines is None else unit.machines.all.size)
         for at, (total, part, parts_of_owners) in enumerate(zip(own.sums, own.parts, totals, strict=True)):
             if factor != 1:
                 total.div_(factor)
-            if sums.over_machines is not None:
-                sums.over_machines.take_part(unit, at, owner, total)
+            if running.over_machines is not None:
+                running.over_machines.take_part(self, at, owner, total)
                 continue
             if unit.all_reduce_hook is not None:
                 unit.all_reduce_hook(total)
@@ -461,12 +764,10 @@ class UnitGradients:
                 part.copy_(total)
             parts_of_owners.append(unit.to_host(part) if unit.is_offloaded else part)
 
-    def memory_for_sums(self, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    def _memory_for_sums(self, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
         """Returns memory for an owner's `Delivery.sums` and `Delivery.parts`, of the current stream of its device."""
-        unit = self._unit
-        sums: list[Tensor] = []
-        parts: list[Tensor] = []
-        for _, layout, dtype in self._unit.groups:
+        unit, sums, parts = self.unit, [], []
+        for _, layout, dtype in unit.groups:
             numel = layout.owners * layout.numel // len(unit.slots)
             with naming_out_of_memory("summed gradients", unit.name, device, self.full_bytes // len(unit.slots)):
                 # A hook sees the whole memory, also where no slot has a gradient.
@@ -477,11 +778,11 @@ class UnitGradients:
         return sums, parts
 
     def _refuse_sparse(self, grads: Sequence[Tensor | None]) -> None:
-        for i, grad in zip(self._unit.trainable, grads, strict=True):
+        for i, grad in zip(self.unit.trainable, grads, strict=True):
             if grad is not None and grad.layout is not torch.strided:
-                shape = list(self._unit.parameters[i].shape)
+                shape = list(self.unit.parameters[i].shape)
                 raise TypeError(
-                    f"the gradient of a parameter of shape {shape} in {self._unit.name!r} has the layout {grad.layout},"
+                    f"the gradient of a parameter of shape {shape} in {self.unit.name!r} has the layout {grad.layout},"
                     " and sharded parameters get dense gradients: pass sparse=False to the Embedding"
                 )
 
@@ -497,10 +798,6 @@ def _kernels_read(grads: Sequence[Tensor | None], layout: Layout, dtype: torch.d
 _BACKWARD = "backward"
 
 
-_Add: TypeAlias = Callable[[ShardedUnit, Sequence[Sequence[Tensor]], Collection[int]], None]
-"""Takes a unit's totals: for each dtype the parts of all owners, and the positions with gradients."""
-
-
 @dataclass
 class _UnitEntry:
     """One unit in the pass, which may get sums of this machine several times.
@@ -513,13 +810,17 @@ class _UnitEntry:
     """
 
     number: int
-    unit: ShardedUnit
+    gradients: UnitGradients
     staged: list[list[Any]]
     rest: list[list[Tensor]]
     present: set[int] = field(default_factory=set)
     has_come: bool = False  # the first sums of all owners are there
     is_sent: bool = False
     results: list[list[Any]] = field(default_factory=list)
+
+    @property
+    def unit(self) -> ShardedUnit:
+        return self.gradients.unit
 
     def sent_dtype(self, at: int) -> torch.dtype:
         return self.unit.precision.of_sums(self.unit.groups[at][2])
@@ -543,7 +844,7 @@ class SumsOverMachines:
 
     def __init__(
         self,
-        units: Sequence[ShardedUnit],
+        units: Sequence[UnitGradients],
         slots: Sequence[torch.device],
         known_order: list[int],
         machines: MachineMesh,
@@ -554,11 +855,11 @@ class SumsOverMachines:
         self._order = [*known_order] or [*reversed(range(len(units)))]
         self._lock = threading.Lock()
         self._entries = [
-            _UnitEntry(i, unit, [[] for _ in unit.groups], [[] for _ in unit.groups])
-            for i, unit in ((i, units[i]) for i in self._order)
-            if unit.requires_gradient_sync and unit.groups
+            _UnitEntry(i, units[i], [[] for _ in units[i].unit.groups], [[] for _ in units[i].unit.groups])
+            for i in self._order
+            if units[i].unit.requires_gradient_sync and units[i].unit.groups
         ]
-        self._entry_of = {entry.unit: entry for entry in self._entries}
+        self._entry_of = {entry.gradients: entry for entry in self._entries}
         self._arrived: list[int] = []  # numbers of units in the order in which they came
         self._is_ended = not self._entries
         # Without a shard group, sums that wait for an all-reduce are sent to no other machine.
@@ -571,7 +872,7 @@ class SumsOverMachines:
 
     # ---- sums of this machine ----------------------------------------------------------------------------------------
 
-    def take_part(self, unit: ShardedUnit, at: int, owner: int, total: Tensor) -> None:
+    def take_part(self, unit: UnitGradients, at: int, owner: int, total: Tensor) -> None:
         """Takes the sum of an owner for dtype number ``at``, made on the current streams. `end_unit` follows.
 
         ``total``: one part for each machine of the shard group. The caller may not use it any more.
@@ -587,7 +888,7 @@ class SumsOverMachines:
         self._add_partial(entry, at, owner, total)
         entry.staged[at].append(self._staged(entry, total.to(entry.sent_dtype(at))))
 
-    def end_unit(self, unit: ShardedUnit, present: Collection[int]) -> None:
+    def end_unit(self, unit: UnitGradients, present: Collection[int]) -> None:
         """Sends all units whose turn has come, after all owners have given their sums of ``unit``."""
         entry = self._entry_of[unit]
         entry.present.update(present)
@@ -603,7 +904,7 @@ class SumsOverMachines:
                     self._send(each)
 
     def _add_partial(self, entry: _UnitEntry, at: int, owner: int, total: Tensor) -> None:
-        if (waiting := entry.unit.partial) is not None:
+        if (waiting := entry.gradients.partial) is not None:
             total.view(self._machines.shard_size, -1)[self._machines.shard_rank].add_(waiting.matrices[owner][at])
 
     # ---- sending -----------------------------------------------------------------------------------------------------
@@ -646,7 +947,7 @@ class SumsOverMachines:
                         self._fill(entry)
                     self._send(entry)
         for entry in self._entries:
-            if (waiting := entry.unit.partial) is not None:
+            if (waiting := entry.gradients.partial) is not None:
                 entry.present.update(waiting.present)
         self._mask = [i in each.present for each in self._entries for i in each.unit.trainable]
         self._mask += [bool(each.rest[0]) for each in self._entries]
@@ -669,7 +970,7 @@ class SumsOverMachines:
                 self._add_partial(entry, at, owner, zeros)
                 entry.staged[at].append(self._staged(entry, zeros.to(entry.sent_dtype(at))))
 
-    def add_to_gradients(self, add: _Add) -> None:
+    def add_to_gradients(self, add: Callable[[ShardedUnit, Sequence[Sequence[Tensor]], Collection[int]], None]) -> None:
         """Waits for all sums, and calls ``add`` with them. If a machine is gone or has failed, it never does."""
         if not self._entries:
             return
@@ -691,7 +992,14 @@ class SumsOverMachines:
                 for stream in self._computing.values():
                     Event(stream).synchronize()
             for entry, of_dtypes, found in zip(self._entries, parts, present, strict=True):
-                self._set(entry.unit, of_dtypes, found, add)
+                entry.gradients.partial = None
+                if not self._stays_partial(entry.unit):
+                    add(entry.unit, of_dtypes, found)
+                elif found:
+                    entry.gradients.partial = WaitingSums(entry.unit)
+                    entry.gradients.partial.matrices = dict(enumerate(zip(*of_dtypes, strict=True)))
+                    entry.gradients.partial.present.update(found)
+                    entry.gradients.partial.note()
 
     def _sums_of_rests(self, units: Sequence[_UnitEntry]) -> dict[int, list[list[Any]]]:
         """Sums the rests of these units. Returns the results by the units' numbers."""
@@ -724,16 +1032,6 @@ class SumsOverMachines:
         unit = entry.unit
         return [[*map(unit.to_host, of_owners)] for of_owners in parts] if unit.is_offloaded else parts
 
-    def _set(self, unit: ShardedUnit, parts: Sequence[Sequence[Tensor]], present: Collection[int], add: _Add) -> None:
-        unit.partial = None
-        if not self._stays_partial(unit):
-            add(unit, parts, present)
-        elif present:
-            unit.partial = WaitingSums(unit.groups, unit.parameters)
-            unit.partial.matrices = dict(enumerate(zip(*parts, strict=True)))
-            unit.partial.present.update(present)
-            unit.partial.note()
-
     def _stays_partial(self, unit: ShardedUnit) -> bool:
         return self._replicate is not None and not unit.requires_all_reduce
 
@@ -744,9 +1042,12 @@ def _received(result: Any, device: torch.device) -> Tensor:
 
 
 def make_outputs(
-    tensors: Sequence[Tensor], device: torch.device, receive: Callable[[Sequence[Tensor | None]], None]
+    tensors: Sequence[Tensor],
+    device: torch.device,
+    receive: Callable[[int, Sequence[Tensor | None]], None],
+    slot: int,
 ) -> None:
-    """Makes ``tensors``, parameters of a unit, outputs of a node whose backward passes their gradients to ``receive``.
+    """Makes ``tensors``, parameters of a unit on a ``slot``, outputs of a node whose backward calls ``receive``.
 
     The engine runs the node, in the thread of the slot's device, once it has all gradients of the unit on the slot.
     From then on the parameters are not needed any more. The node lives as long as the parameters. It refers weakly to
@@ -754,21 +1055,21 @@ def make_outputs(
     """
     with torch.inference_mode(False), torch.enable_grad():
         handle = torch.empty(0, device=device, requires_grad=True)
-        ToOwners.apply(handle, list(tensors), weakref.WeakMethod(receive))
+        ToOwners.apply(handle, list(tensors), weakref.WeakMethod(receive), slot)
 
 
 class ToOwners(Node):
     """The node of `make_outputs`."""
 
     @staticmethod
-    def forward(ctx: Any, handle: Tensor, tensors: list[Tensor], receive: weakref.WeakMethod[Any]) -> Any:
+    def forward(ctx: Any, handle: Tensor, tensors: list[Tensor], receive: weakref.WeakMethod[Any], slot: int) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.receive = receive
+        ctx.receive, ctx.slot = receive, slot
         run_first(ctx)
         return tuple(tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None, None]:
         """Passes their gradients on."""
         receive = ctx.receive()
         if receive is None:
@@ -778,42 +1079,12 @@ class ToOwners(Node):
                 "module again"
             )
         if any(grad is not None for grad in grads):
-            receive(grads)
-        return None, None, None
+            receive(ctx.slot, grads)
+        return None, None, None, None
 
 
 CHOSEN = object()
 """The key in a pass's ``contents`` under which are the ids of the parameters that ``backward(inputs=...)`` names."""
-
-
-class Receiver:
-    """Passes gradients from the node of one slot to the tree. ``first``: the full parameters of slot 0."""
-
-    def __init__(self, unit: ShardedUnit, slot_unit: SlotUnit, first: Sequence[Tensor]) -> None:
-        self._unit, self._slot_unit, self._first = unit, slot_unit, first
-
-    def receive(self, grads: Sequence[Tensor | None]) -> None:
-        """Called in the node's backward, which may not be recorded."""
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True reaches sharded parameters: a graph of their gradients would need them full. Take "
-                "gradients of inputs only: torch.autograd.grad(loss, inputs, create_graph=True)"
-            )
-        chosen: Any = running_pass().contents.get(CHOSEN)
-        grads = [g if self._takes(i, chosen) else None for i, g in zip(self._unit.trainable, grads, strict=True)]
-        assert self._unit.deliver is not None  # a call has made the graph
-        self._unit.deliver(self._slot_unit.slot, grads)
-        self._slot_unit.note_gradients()
-
-    def takes_any(self, chosen: Collection[int]) -> bool:
-        """True if the unit has a parameter that needs a gradient with one of these ids, or slot 0's copy of it."""
-        return any(self._takes(i, chosen) for i in self._unit.trainable)
-
-    def _takes(self, i: int, chosen: Collection[int] | None) -> bool:
-        parameter = self._unit.parameters[i]
-        if not parameter.requires_grad:  # any more
-            return False
-        return chosen is None or id(parameter) in chosen or id(self._first[i]) in chosen
 
 
 def reach_parameters() -> None:
@@ -835,7 +1106,7 @@ def _run_engine(
     chosen = {id(each) for each in inputs if isinstance(each, (ShardedTensor, ReplicaParameter))}
     nodes = [each.grad_fn if isinstance(each, Tensor) else each.node for each in outputs] if chosen else []
     roots = [node for node in nodes if node is not None]
-    leaves = [leaf for receiver, leaf in _receivers_behind(roots) if receiver.takes_any(chosen)]
+    leaves = [leaf for gradients, leaf in _units_behind(roots) if gradients.takes_any(chosen)]
     if not leaves:
         return run_engine(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
     if not kwargs["accumulate_grad"]:
@@ -853,8 +1124,8 @@ def _run_engine(
             handle.remove()
 
 
-def _receivers_behind(roots: Sequence[Any]) -> Iterator[tuple[Receiver, Any]]:
-    """Finds the nodes of units behind these nodes: yields their receivers, each with the leaf behind its node."""
+def _units_behind(roots: Sequence[Any]) -> Iterator[tuple[UnitGradients, Any]]:
+    """Finds the nodes of units behind these nodes: yields the units' gradients, each with the leaf behind its node."""
     seen: set[Any] = set()
     waiting = [*roots]
     while waiting:

@@ -2,8 +2,8 @@
 
 The root is the outermost module that is called. Its tree has the units of the root and of all modules below.
 `Unit` gathers and frees its parameters on all slots, and follows what other code does to them between calls.
-`BackwardPass` is one backward. It may include several tasks of the engine: those that reentrant checkpoints start
-inside it, and those of other threads at the same time. Their gradients are summed together.
+One pass of backward may include several tasks of the engine: those that reentrant checkpoints start inside it, and
+those of other threads at the same time. Their gradients are summed together.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property
 from itertools import chain, pairwise
 from operator import is_
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -23,25 +23,21 @@ from torch.optim import Optimizer
 from dataparallel import _torch
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass, wait_for_passes
 from dataparallel.comm import settings
-from dataparallel.comm.streams.current import Event, GivenEvents, current_streams, streams_set
+from dataparallel.comm.streams.current import Event, GivenEvents, current_streams
 from dataparallel.comm.transport_choice import why_no_tables
-from dataparallel.devices import CPU
-from dataparallel.optimizer_steps import before_steps
 from dataparallel.profiling import stage
 from dataparallel.sharded.order import note_host_reads
 from dataparallel.sharded.placements import Shard, over_of
 from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.sharded.units.backward import (
-    Receiver,
-    SumsOfPass,
+    BackwardPass,
+    PassGradients,
     SumsOverMachines,
     UnitGradients,
-    make_outputs,
     reach_parameters,
 )
 from dataparallel.sharded.units.gather import SlotUnit, UnitSources
 from dataparallel.sharded.units.unit import (
-    PassGradients,
     PeerTables,
     ShardedUnit,
     cut_of,
@@ -68,7 +64,6 @@ class Unit(ShardedUnit):
         self.sources, self.gradients = UnitSources(self), UnitGradients(self)
         self.slot_units: list[SlotUnit] = []
         self._given: dict[int, dict[str, Any]] = {}  # by position: the Python attributes that the full ones have
-        self._receivers: list[Receiver] = []  # kept here, because nodes refer to them weakly
 
     # ---- the user's modules ------------------------------------------------------------------------------------------
 
@@ -169,16 +164,13 @@ class Unit(ShardedUnit):
             if self.slot_units:
                 return
             reach_parameters()
-            slot_units, receivers = [], []
+            slot_units = []
             for slot, device in enumerate(self.slots):
                 with naming_out_of_memory("parameters", self.name, device, self.full_bytes):
-                    slot_unit = SlotUnit(self, self.sources, slot)
-                slot_units.append(slot_unit)
-                if self.trainable:
-                    trainable = [slot_unit.parameters[i] for i in self.trainable]
-                    receivers.append(Receiver(self, slot_unit, slot_units[0].parameters))
-                    make_outputs(trainable, device, receivers[-1].receive)
-            self.slot_units, self._receivers = slot_units, receivers
+                    slot_units.append(SlotUnit(self, self.sources, slot))
+            for slot_unit in slot_units:
+                self.gradients.attach(slot_unit)
+            self.slot_units = slot_units
 
     def _give_attributes(self) -> None:
         """Gives full parameters the Python attributes that users have set on the sharded ones."""
@@ -300,142 +292,6 @@ def _described(value: object) -> str:
     return repr(value)
 
 
-_PATIENCE = 0.25
-"""Seconds after which a slot stops waiting if no slot has begun the backward of a unit."""
-
-
-_MAY_WAIT_BYTES = 2**20
-"""Bytes of a slot's gradients that may wait for another slot before the slot stops."""
-
-
-class BackwardPass:
-    """One backward. If it fails, gradients that wait are dropped and every unit is freed.
-
-    It runs while one of its `tasks` runs: several, if several threads call backward, and each of them may return before
-    the last one. It is over when the last task has ended or one has failed. Then it takes no more gradients, and after
-    the sums it has finished.
-
-    No slot may run far ahead of the others, because its gradients would pile up until the slowest slot has delivered
-    too (`wait_for_others`).
-
-    Attributes:
-        reaches_units: true if units take part, not only parameters that a loss uses directly.
-        is_recorded: true if a graph of this backward is recorded (``create_graph=True``).
-        has_finished: true once streams wait for all sums, or if the pass has failed.
-        tasks: of the engine, which have joined and not ended.
-    """
-
-    def __init__(
-        self,
-        tree: Tree,
-        slots: Sequence[torch.device],
-        computing: Mapping[torch.device, torch.Stream],
-        summed: PassGradients,
-        over_machines: SumsOverMachines | None = None,
-    ) -> None:
-        self._tree = tree
-        self._a_backward_has_returned = self.has_finished = self.reaches_units = False
-        self.sums = SumsOfPass(len(slots), computing, summed, over_machines=over_machines)
-        self.include(slots)
-        self.is_recorded = False
-        self.tasks: set[PassOfBackward] = set()
-        self._changed = threading.Condition()
-        self._to_come: dict[RootCall, list[int]] = {}  # for each slot bytes of gradients that it has still to deliver
-        self._gave_up_at: dict[int, int] = {}  # for each slot that gave up: the bytes to come of the slowest slot
-        self._is_over = False
-
-    def include(self, slots: Sequence[torch.device]) -> None:
-        """Has these slots take part, the first ones of the tree."""
-        self.sums.slots = max(self.sums.slots, len(slots))
-        self._have_own_threads = len({*slots}) == len(slots) and CPU not in slots
-
-    def join(self, only_if_alone: bool = False) -> bool:
-        """Makes the pass last until the engine's task that runs now has ended. Called in the backward of a node.
-
-        With ``only_if_alone`` the task joins unless another task has: a backward may reach parameters on a way past the
-        hooks. Returns false if the pass is over and takes no more gradients.
-        """
-        running = running_pass()
-        with self._changed:
-            if self._is_over:
-                return False
-            if running in self.tasks or (only_if_alone and self.tasks):
-                return True
-            self.tasks.add(running)
-        running.on_end(partial(self.end_task, running))
-        return True
-
-    def wait_for_others(self, call: RootCall, slot: int, position: int) -> None:
-        """Waits while too many gradients of this slot wait for another. Does nothing if slots share a thread.
-
-        The backward of the unit at ``position`` in the order of the call's forward begins. The slowest slot never
-        waits. But it may need what the thread of a waiting slot has to compute. So a slot that has seen no other move
-        for `_PATIENCE` seconds goes on until the slowest one has moved: waiting saves memory, and correct results do
-        not need it.
-        """
-        if not self._have_own_threads:
-            return
-        with self._changed:
-            to_come = self._to_come.setdefault(call, [call.bytes_up_to(each) for each in range(len(call.slots))])
-            to_come[slot] = min(to_come[slot], call.bytes_up_to(slot, position))
-            self._changed.notify_all()
-            while not self._is_over and max(to_come) - to_come[slot] > _MAY_WAIT_BYTES:
-                if self._gave_up_at.get(slot) == max(to_come):
-                    break
-                if not self._changed.wait(_PATIENCE):
-                    self._gave_up_at[slot] = max(to_come)
-
-    def end_task(self, task: PassOfBackward, ok: bool) -> None:
-        """Ends the pass if ``task`` is its last one or has failed."""
-        has_failed = not ok
-        with self._changed:
-            self.tasks.discard(task)
-            if self._is_over:
-                return
-            self.sums.note_callers()
-            if self.tasks and not has_failed:
-                self._a_backward_has_returned = True
-                self.sums.publish()
-                self._tree.note_backward_returned()
-                return
-            self._is_over = True
-            self._changed.notify_all()
-        try:
-            if not has_failed:
-                with stage("reduce_add"):
-                    self._finish()
-        except BaseException:
-            has_failed = True
-            raise
-        finally:
-            if has_failed:
-                self._drop()
-            self._tree.note_pass_end(self, has_failed)
-
-    def _drop(self) -> None:
-        """Drops the gradients of a pass that has failed."""
-        with streams_set(self.sums.computing):
-            for unit in self._tree.units:
-                unit.gradients.end_pass(None)
-            self.sums.drop_all()
-        if self._a_backward_has_returned:
-            for unit in self._tree.units:
-                unit.gradients.note_lost(self.sums.computing)
-        self.has_finished = True
-
-    def _finish(self) -> None:
-        for unit in self._tree.units:
-            unit.gradients.end_pass(self.sums)
-        self.sums.publish()
-        if self.sums.over_machines is not None:
-            self.sums.over_machines.end()
-        if all(unit.is_last_backward for unit in self._tree.units):
-            self._tree.finish_sums()
-            self._tree.make_owners_wait(self.sums.computing)  # before the hooks on gradients, which may write to shards
-            self.sums.wait_for_sums()
-            self.has_finished = True
-
-
 class Tree:
     """The units of one tree, the root's first.
 
@@ -455,7 +311,7 @@ class Tree:
         self._changed = threading.Condition()
         self._registering = threading.Lock()  # guards what a tree registers, and how many calls run
         self._number_of_calls = 0
-        self._unfinished: list[SumsOfPass] = []  # of passes before the last one of a step
+        self._unfinished: list[BackwardPass] = []  # of passes before the last one of a step
         self.machines = self.units[0].machines
         self.order_of_sums: list[int] = []
 
@@ -527,10 +383,10 @@ class Tree:
         """Makes streams wait for the sums of passes before the last one of a step."""
         while self._unfinished:
             try:
-                sums = self._unfinished.pop(0)
+                ended = self._unfinished.pop(0)
             except IndexError:  # another thread has taken the last ones
                 return
-            sums.wait_for_sums()
+            ended.wait_for_sums()
 
     def join_pass(
         self, call: RootCall | None = None, only_if_alone: bool = False, reaches_units: bool = True
@@ -562,14 +418,6 @@ class Tree:
                 self._refuse_lost()
             return self._pass
 
-    def note_backward_returned(self) -> None:
-        """Has the next optimizer step wait: a ``backward()`` has returned while another one in its pass runs on.
-
-        The other one may have failed before: torch raises the error while threads still run its nodes. A backward that
-        begins meanwhile takes part in the same pass, and loses gradients when the pass ends.
-        """
-        before_steps(self._end_pass_before_step)
-
     def _end_pass_before_step(self, optimizer: Optimizer) -> bool:
         """Waits for the pass. Returns false if the optimizer has none of the parameters: a later one may have."""
         own = {id(parameter) for unit in self.units for parameter in unit.parameters}
@@ -595,32 +443,56 @@ class Tree:
             # The user's modules have the sharded ones until the pass has ended. Replicas have the full ones.
             unit.show_sharded()
         summed = running_pass().get(PassGradients, lambda _: PassGradients())
-        return BackwardPass(self, call.slots, call.computing, summed, self._sums_over_machines(call.computing))
+        over_machines = self._sums_over_machines(call.computing)
+        return BackwardPass(
+            call.slots, call.computing, summed, over_machines, self._end_task, self._end_pass_before_step
+        )
 
     def _sums_over_machines(self, computing: Mapping[torch.device, torch.Stream]) -> SumsOverMachines | None:
         """Returns the sums over machines of a new pass; ``None`` with one machine, or if no unit synchronises."""
         if self.machines is None or not any(unit.requires_gradient_sync for unit in self.units):
             return None
-        if any(unit.partial is not None or not unit.requires_all_reduce for unit in self.units):
+        if any(unit.gradients.partial is not None or not unit.requires_all_reduce for unit in self.units):
             self.finish_sums()  # partial sums, which wait for other machines, are part of the next sums
-        return SumsOverMachines(self.units, self.slots, self.order_of_sums, self.machines, computing)
+        units = [unit.gradients for unit in self.units]
+        return SumsOverMachines(units, self.slots, self.order_of_sums, self.machines, computing)
 
-    def pass_gradients(self) -> PassGradients:
-        """Returns the gradients of the running pass, which a loss reaches without a unit."""
-        return self.join_pass(reaches_units=False).sums.summed
+    def _end_task(self, ended: BackwardPass, task: PassOfBackward, ok: bool) -> None:
+        """Ends a pass if ``task`` is its last one or has failed. If it fails, every unit is freed."""
+        if not ended.leave(task, ok):
+            return
+        has_failed = not ok
+        try:
+            if ok:
+                with stage("reduce_add"):
+                    self._finish(ended)
+        except BaseException:
+            has_failed = True
+            raise
+        finally:
+            if has_failed:
+                ended.drop([unit.gradients for unit in self.units])
+            self._note_pass_end(ended, has_failed)
 
-    def deliver(self, unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
-        """Takes the gradients of all parameters of a unit on a slot, from the backward of their node."""
-        unit.gradients.deliver(slot, grads, self.join_pass(only_if_alone=True).sums)
+    def _finish(self, ended: BackwardPass) -> None:
+        for unit in self.units:
+            unit.gradients.end_pass(ended)
+        ended.publish()
+        if ended.over_machines is not None:
+            ended.over_machines.end()
+        if all(unit.is_last_backward for unit in self.units):
+            self.finish_sums()
+            self.make_owners_wait(ended.computing)  # before the hooks on gradients, which may write to shards
+            ended.wait_for_sums()
 
-    def note_pass_end(self, ended: BackwardPass, has_failed: bool) -> None:
+    def _note_pass_end(self, ended: BackwardPass, has_failed: bool) -> None:
         """Frees the units after a pass, and lets threads go on that wait for its end."""
         with self._changed:
             self._pass, self._ending_thread = None, threading.get_ident()
             self._failed = [failed for failed in [*self._failed, ended] if failed.tasks]
             if not ended.has_finished:
-                self._unfinished.append(ended.sums)
-        if has_failed and self.gathers is not None and ended.sums.over_machines is None:
+                self._unfinished.append(ended)
+        if has_failed and self.gathers is not None and ended.over_machines is None:
             # Other machines may wait for gathers. With sums, these have told them.
             self.gathers.state.fail(error_of_failed_pass())
         try:
@@ -631,8 +503,8 @@ class Tree:
                     unit.sources.drop_pieces()
                 unit.end_gathers()
             self.show_current()
-            self.make_owners_wait(ended.sums.computing)
-            ended.sums.make_callers_wait()
+            self.make_owners_wait(ended.computing)
+            ended.make_callers_wait()
         finally:
             with self._changed:
                 self._ending_thread = None
@@ -656,8 +528,7 @@ class RootCall:
         tree.last_call = self
         for unit in tree.units:
             unit.begin_gathers(len(slots), tree.gathers)
-            unit.settle, unit.pass_gradients, unit.streams = tree.settle, tree.pass_gradients, tree.streams
-            unit.deliver = partial(tree.deliver, unit)
+            unit.settle, unit.join_pass, unit.streams = tree.settle, tree.join_pass, tree.streams
         self.computing = current_streams(tree.slots)
         ready = tree.take_post_optim_event() or tree.streams.meet("calls", map(Event, self.computing.values()))
         self.ready = {} if ready is None else dict.fromkeys(self.computing, ready)
@@ -694,7 +565,11 @@ class RootCall:
         ended.append(unit)
         return len(ended) - 1
 
-    def bytes_up_to(self, slot: int, position: int | None = None) -> int:
+    @cached_property
+    def _to_come(self) -> list[int]:
+        return [self._bytes_up_to(slot) for slot in range(len(self.slots))]
+
+    def _bytes_up_to(self, slot: int, position: int | None = None) -> int:
         """Returns the bytes of all gradients of the slot's units up to this position, which backward comes to last."""
         units = self._ended[slot] if position is None else self._ended[slot][: position + 1]
         return sum(unit.gradients.full_bytes for unit in units)
@@ -703,8 +578,8 @@ class RootCall:
         """Gathers a unit whose backward comes next, and starts the gathers of units before ``position`` in forward."""
         # A later call of another tree may have bound the unit. The copies of that tree stay, because its gathers may be
         # under way; the gradients are for this tree.
-        unit.deliver = partial(self.tree.deliver, unit)
-        running.wait_for_others(self, slot_unit.slot, position)
+        unit.join_pass = self.tree.join_pass
+        running.wait_for_others(self, slot_unit.slot, self._to_come, self._bytes_up_to(slot_unit.slot, position))
         if unit.unshard_in_backward:
             slot_unit.make_full(self.ready)
         ahead = unit.backward_prefetch
@@ -712,7 +587,7 @@ class RootCall:
             ahead = self._ended[slot_unit.slot][max(position - 1, 0) : position]
         # Sums go first: the slot's next delivery waits for them, and links serve copies in the order of their launches.
         # Kernels that read peers share the links.
-        latest, receiving = running.sums.latest_sum, unit.streams.receiving[slot_unit.slot]
+        latest, receiving = running.latest_sum, unit.streams.receiving[slot_unit.slot]
         for other in ahead:
             # A unit whose parameters have changed is not gathered ahead, because `ready` is before the change. The
             # unit's own backward refuses the change.

@@ -9,12 +9,10 @@ The layout of per-parameter sharding follows FSDP2 (``torch.distributed.fsdp.ful
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
@@ -28,10 +26,9 @@ from dataparallel.comm.kernels import ADDRESSES, SUM_KERNELS, DeviceTable
 from dataparallel.comm.streams.current import Event, current_streams, kept_stream
 from dataparallel.comm.tables import Part, all_gather, reduce_scatter
 from dataparallel.devices import CPU
-from dataparallel.gradients.gradient_sums import FormerGrad, hooked
-from dataparallel.sharded.order import note_host_reads, ordered_in_backward
+from dataparallel.sharded.order import note_host_reads
 from dataparallel.sharded.placements import Shard, shard_shapes
-from dataparallel.sharded.tensor import ShardedTensor, divided_like, is_divided_alike
+from dataparallel.sharded.tensor import ShardedTensor
 from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
@@ -514,165 +511,6 @@ class Registries:
             registry[name] = parameters[position]
 
 
-NewGradients: TypeAlias = dict[ShardedTensor, list[Any]]
-"""By parameter: sums of one pass that nobody else holds, and that are not in ``.grad`` yet."""
-
-
-class PassGradients:
-    """The gradients of one backward: what units have summed, and what the engine has brought to parameters directly.
-
-    Passes of several trees in one backward share it, because these trees may share units, and hooks run once.
-
-    They go to ``.grad`` when the pass has succeeded, and a pass that fails changes no ``.grad``: its threads may still
-    sum when the caller has zeroed all gradients.
-    """
-
-    def __init__(self) -> None:
-        self._new: list[NewGradients] = []  # of each pass
-        self._direct: list[tuple[ShardedTensor, Any]] = []  # parameters, and what the engine has brought
-        self._open_passes = 0
-        self._has_failed = False
-
-    def begin_pass(self) -> NewGradients:
-        """Begins a pass, and returns what it fills. `end_pass` or `fail_pass` follows."""
-        self._open_passes += 1
-        self._new.append({})
-        return self._new[-1]
-
-    def add_direct(self, parameter: ShardedTensor, gradient: Tensor) -> None:
-        """Adds a part of a gradient at the end of the backward, when the streams have waited for all sums."""
-        self._direct.append((parameter, gradient))
-
-    def take_direct(self, parameters: Collection[ShardedTensor]) -> list[tuple[ShardedTensor, Any]]:
-        """Takes back what `add_direct` was given for these parameters."""
-        keys = {*map(id, parameters)}
-        direct, self._direct = self._direct, [pair for pair in self._direct if id(pair[0]) not in keys]
-        return [pair for pair in direct if id(pair[0]) in keys]
-
-    def publish(self, of_pass: NewGradients) -> None:
-        """Makes new gradients the parameters' ``.grad`` where there is none, except those that hooks have to see."""
-        if self._has_failed:
-            raise RuntimeError(
-                "this backward has lost gradients: it shares modules with another one, which has failed. Zero the "
-                "gradients, and run it again"
-            )
-        for parameter, gradients in self._unhooked(of_pass):
-            if parameter.grad is None:
-                parameter.grad = gradients.pop(0)
-
-    @torch.no_grad()
-    def add(self, of_pass: NewGradients) -> None:
-        """Publishes new gradients, and adds others to ``.grad`` on the current streams, which wait for the sums."""
-        self.publish(of_pass)
-        while unhooked := self._unhooked(of_pass):
-            by_device: defaultdict[torch.device, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-            for parameter, gradients in unhooked:
-                assert parameter.grad is not None
-                for shard, addition in zip(parameter.grad._shards, gradients.pop(0)._shards, strict=True):
-                    shards, additions = by_device[shard.device]
-                    shards.append(shard)
-                    additions.append(addition)
-            for shards, additions in by_device.values():
-                _torch.foreach_add_(shards, additions)
-
-    def _unhooked(self, of_pass: NewGradients) -> list[tuple[ShardedTensor, list[Any]]]:
-        return [(each, found) for each, found in [*of_pass.items()] if found and not _torch.hooks_of(each)]
-
-    def fail_pass(self) -> None:
-        self._open_passes -= 1
-        self._has_failed = True
-
-    @torch.no_grad()
-    def end_pass(self) -> None:
-        """Ends a pass. The last one completes the gradients and runs the parameters' hooks.
-
-        The current streams have waited for the sums.
-        """
-        self._open_passes -= 1
-        if self._open_passes:
-            return
-        for parameter, direct in self._direct:
-            self._new[0].setdefault(parameter, []).append(direct.clone())  # other code may hold `direct`
-        self._direct.clear()
-        self.add(self._new[0])
-        for parameter in dict.fromkeys(chain.from_iterable(self._new)):
-            if found := [gradient for of_pass in self._new for gradient in of_pass.pop(parameter, [])]:
-                gradient, *others = found
-                for other in others:
-                    gradient.add_(other)
-                changed: Any = hooked(parameter, gradient)
-                gradient = changed if is_divided_alike(changed, parameter) else divided_like(changed, gradient)
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-            for hook in [*(_torch.hooks_after_accumulation_of(parameter) or {}).values()]:
-                hook(parameter)
-
-
-class FormerShardedGrad(FormerGrad):
-    """Where there is no ``.grad`` it becomes zeros, made on the current streams, which are the computing ones."""
-
-    def __init__(self, parameter: ShardedTensor) -> None:
-        if parameter.grad is None:
-            # An operator on sharded tensors would run on other streams in a backward.
-            zeros = [torch.zeros_like(shard) for shard in parameter._shards]
-            parameter.grad = ShardedTensor(zeros, parameter.placement, parameter.shape, devices=parameter.devices)
-        super().__init__(parameter)
-
-    def writes_to(self, grad: ShardedTensor) -> int:
-        """Scaling does not count: what is scaled may be the zeros that say that gradients are held."""
-        return grad._overwrites
-
-    @torch.no_grad()
-    def is_zero(self, grad: ShardedTensor) -> bool:
-        with ordered_in_backward({shard.device for shard in grad._shards}):
-            return not any(bool(shard.any()) for shard in grad._shards)
-
-
-class WaitingSums:
-    """Gradients of a unit that wait for the next sum: on slots, or at owners for the sums of other machines.
-
-    They are in memory of the computing streams. They are dropped if the user drops or zeroes ``.grad``.
-
-    Attributes:
-        matrices: for each slot or owner the gradients of each dtype, in the layouts of ``groups``.
-        direct: by position gradients that the engine has brought to parameters directly.
-        present: positions of the parameters that have gradients in ``matrices``.
-    """
-
-    def __init__(self, groups: Sequence[DtypeGroup], parameters: Sequence[ShardedTensor]) -> None:
-        self._groups, self._parameters = groups, parameters
-        self.matrices: dict[int, Sequence[Tensor]] = {}
-        self.direct: dict[int, Tensor] = {}
-        self.present: set[int] = set()
-        self._former: dict[int, FormerGrad] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self.matrices or self.direct)
-
-    def note(self) -> None:
-        """Notes to which ``.grad`` the gradients belong. The computing streams are current."""
-        self._former = {i: FormerShardedGrad(self._parameters[i]) for i in sorted(self.present | {*self.direct})}
-
-    def drop_void(self) -> None:
-        self._drop([i for i, former in self._former.items() if former.is_void()])
-
-    def drop_new(self, slots: Iterable[int]) -> None:
-        """Drops those of ``slots``, and of all parameters that had none when `note` was called last."""
-        for slot in slots:
-            self.matrices.pop(slot, None)
-        self._drop(self.present - self._former.keys())
-
-    def _drop(self, positions: Iterable[int]) -> None:
-        for i in positions:
-            self._former.pop(i, None)
-            self.direct.pop(i, None)
-            self.present.discard(i)
-            for at, (kept, layout, _) in enumerate(self._groups):
-                for matrices in self.matrices.values() if i in kept else ():
-                    layout.zero_columns(kept.index(i), matrices[at].view(-1, layout.numel))
-        if not self.present:
-            self.matrices.clear()
-
-
 class ShardedUnit:
     """The parameters of one unit at their owners. `units.unit.Unit` gathers them on slots.
 
@@ -691,12 +529,10 @@ class ShardedUnit:
         is_last_backward: a pass of backward waits for its sums.
         registries: where the parameters are registered in the user's modules.
         settle: waits until the tree of the last call runs no pass of backward.
-        pass_gradients: returns the gradients of the pass that the running backward has in that tree.
-        deliver: gives the gradients of all parameters on a slot to the tree that takes them.
+        join_pass: returns the running pass of backward of that tree: `Tree.join_pass`.
         owned: for each dtype its parameters, and their flat shards.
         groups: for each dtype the parameters that need gradients, and their layout.
         trainable: positions of the parameters that need gradients.
-        partial: sums of this machine, or of its shard group, that wait for the sums of other machines.
         comm_settings: those of the last call. Its backward may run in threads without the caller's settings.
         tables: the tables of the unit if kernels serve it in this call.
         graphs: captured graphs of all trees of the unit, which read full parameters where they are.
@@ -730,8 +566,7 @@ class ShardedUnit:
         self.parameters = list(parameters)
         self.number_of_modules = 1
         self.settle: Callable[[], None] = lambda: None
-        self.pass_gradients: Callable[[], PassGradients] | None = None
-        self.deliver: Callable[[int, Sequence[Tensor | None]], None] | None = None
+        self.join_pass: Callable[..., Any] | None = None
         self.registries = Registries()
         self.streams = TreeStreams(self.slots)
         self._making = threading.Lock()  # held while slots get their units: the first calls may come at once
@@ -755,7 +590,6 @@ class ShardedUnit:
                 shapes, cuts = [self.parameters[i].shape for i in kept], [cut_of(self.parameters[i]) for i in kept]
                 layout = Layout(shapes, cuts, len(self.slots), None, *self.sharded_over)
                 self.groups.append((kept, layout, owned.dtype))
-        self.partial: WaitingSums | None = None
         self.comm_settings = settings.current()
         self.tables: PeerTables | None = None
         self._made_tables: PeerTables | None = None

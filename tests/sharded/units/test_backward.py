@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from at_once import in_threads
 from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from dataparallel.sharded.units.backward import make_outputs
-from dataparallel.sharded.units.unit import Layout, PassGradients
+from dataparallel.sharded.units.backward import PassGradients, make_outputs
+from dataparallel.sharded.units.unit import Layout
 
 
 class Scaled(nn.Module):
@@ -202,7 +202,7 @@ class Receiver:
     def __init__(self) -> None:
         self.received: list[list[Tensor | None]] = []
 
-    def receive(self, grads: list[Tensor | None]) -> None:
+    def receive(self, slot: int, grads: list[Tensor | None]) -> None:
         self.received.append([*grads])
 
 
@@ -214,7 +214,7 @@ def receiver() -> Receiver:
 @pytest.fixture
 def tensors(receiver: Receiver, root: torch.device) -> list[Tensor]:
     made = [torch.full((2,), float(i), device=root) for i in range(3)]
-    make_outputs(made, root, receiver.receive)
+    make_outputs(made, root, receiver.receive, 0)
     return made
 
 
@@ -240,7 +240,7 @@ def test_gradients_are_received_before_the_rest_of_the_backward(tensors, receive
 def test_a_graph_that_outlives_its_module_says_so(root):
     receiver = Receiver()
     tensor = torch.ones(2, device=root)
-    make_outputs([tensor], root, receiver.receive)
+    make_outputs([tensor], root, receiver.receive, 0)
     loss = (tensor * 2).sum()
     del receiver
     gc.collect()
