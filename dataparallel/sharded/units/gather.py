@@ -3,9 +3,8 @@
 The parameters are the same tensors for the whole life of the unit; only their memory comes and goes (`FullBuffer`). So
 tensors that autograd saved in forward have their values again once the unit is gathered in backward.
 
-A slot pulls from a source: `PullSource` has the shards of all owners, `SourceOverMachines` all-gathers them over
-processes first, and with ``reshard_after_forward=k`` `SourceOfPieces` has what slots keep between forward and backward.
-`UnitSources` says which.
+A slot pulls from a source, and `UnitSources` says from which: `PullSource` has the shards of all owners, and with
+``reshard_after_forward=k`` `SourceOfPieces` has what slots keep between forward and backward.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum, auto
 from itertools import chain
 from operator import gt
 from typing import TYPE_CHECKING, TypeAlias
@@ -137,14 +135,11 @@ class PullSource:
     """The tensors that slots pull in one round of gathers: flat shards in the slots' dtype, on the owners' devices.
 
     Any thread may use it. Flat shards with this dtype and device are pulled as they are. Otherwise the first slot has
-    copies made, on the casting streams, which own them, and the last of ``pulls`` slots drops the copies.
+    copies made, on the casting streams, which own them, and the last of ``pulls`` slots drops the copies. Over machines
+    such a copy has an owner's shards of all machines, one after the other: `send` launches the all-gather.
 
-    Attributes:
-        layout: of the pieces.
-        is_under_way: other machines have begun to send, and a thread that pulls waits for them.
+    ``layout``: of the pieces.
     """
-
-    is_under_way = False
 
     def __init__(self, owned: OwnedShards, dtype: torch.dtype, streams: TreeStreams, pulls: int) -> None:
         self._owned, self._pulls, self._dtype, self._streams = owned, pulls, dtype, streams
@@ -153,80 +148,18 @@ class PullSource:
         self._copies: list[Tensor] | None = None
         self._ready: dict[torch.device, Event] = {}
         self._reads: list[Event] = []
+        self._launched: Sequence[Result] = ()
 
     @property
-    def is_plain(self) -> bool:
+    def is_under_way(self) -> bool:
+        """True if machines have begun to send. A thread that pulls waits for them."""
+        return bool(self._launched)
+
+    @property
+    def _is_plain(self) -> bool:
         """True if slots pull the flat shards themselves."""
-        return self._dtype == self._owned.dtype and all(
-            flat.device == owner for flat, owner in zip(self._owned.flats, self._owned.owners, strict=True)
-        )
-
-    def pieces(
-        self, slot: int, ready: Mapping[torch.device, Event]
-    ) -> tuple[list[Tensor], list[tuple[torch.device, Event]]]:
-        """Returns for each owner its piece, and devices with events after which pieces there may be read.
-
-        Call `end_pull` after the reads, also if they fail.
-        """
-        if self.is_plain:
-            return self._owned.flats, []
-        with self._lock:
-            if self._copies is None:
-                with self._copying(ready):
-                    self._copies = self._copy()
-            return self._copies, [*self._ready.items()]
-
-    @contextmanager
-    def _copying(self, ready: Mapping[torch.device, Event]) -> Iterator[None]:
-        """Wraps copies: makes the casting streams current, which wait for ``ready``, and records the end."""
-        casting = self._streams.casting
-        for device, event in ready.items():
-            event.make_wait(casting[device])
-        try:
-            with torch.no_grad(), streams_set(casting):
-                yield
-        finally:
-            ends = self._streams.note_casts()
-            joined = self._streams.meet("casts", ends.values())
-            self._ready = {} if joined is None else dict.fromkeys(ends, joined)
-
-    def _copy(self) -> list[Tensor]:
-        # A piece is sent before it is cast: a cast on the host would hold up this thread.
-        return [
-            flat.to(owner, non_blocking=True).to(self._dtype)
-            for flat, owner in zip(self._owned.flats, self._owned.owners, strict=True)
-        ]
-
-    def end_pull(self, slot: int, readers: Sequence[Event]) -> None:
-        """Ends the pull of a slot. The streams that own the copies wait for ``readers``, events after its reads."""
-        with self._lock:
-            self._reads += readers
-            self._pulls -= 1
-            if self._pulls <= 0 or self._copies is None:  # the latter if they have been dropped meanwhile
-                self._let_go()
-
-    def drop(self) -> None:
-        """Drops the copies. A slot that pulls now ends as always."""
-        with self._lock:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """Drops the copies, under the lock. The streams that own them wait for all reads."""
-        if self._reads and self._ready and (reads := self._streams.meet("casts", self._reads)) is not None:
-            wait_for([reads], self._streams.casting.values())
-        self._reads, self._copies = [], None
-
-
-class SourceOverMachines(PullSource):
-    """The tensors that slots pull: for each owner its shards of all machines, one after the other."""
-
-    is_under_way = True
-    _launched: Sequence[Result] = ()
-
-    @property
-    def is_plain(self) -> bool:
-        """Always false: slots pull copies, which have the shards of other machines."""
-        return False
+        flats = zip(self._owned.flats, self._owned.owners, strict=True)
+        return self._dtype == self._owned.dtype and not self._launched and all(f.device == owner for f, owner in flats)
 
     def send(self, unit: str, lane: Lane, ready: Mapping[torch.device, Event]) -> None:
         """Launches the all-gather. ``ready``: for each device an event after which its shards may be read."""
@@ -251,14 +184,56 @@ class SourceOverMachines(PullSource):
     def pieces(
         self, slot: int, ready: Mapping[torch.device, Event]
     ) -> tuple[list[Tensor], list[tuple[torch.device, Event]]]:
-        """See `PullSource.pieces`. The calling thread waits until the shards of all machines are there, or raises."""
-        return super().pieces(slot, {})
+        """Returns for each owner its piece, and devices with events after which pieces there may be read.
+
+        Call `end_pull` after the reads, also if they fail. Over machines the thread waits for their shards, or raises.
+        """
+        if self._is_plain:
+            return self._owned.flats, []
+        with self._lock:
+            if self._copies is None:
+                with self._copying({} if self._launched else ready):
+                    self._copies = self._copy()
+            return self._copies, [*self._ready.items()]
+
+    @contextmanager
+    def _copying(self, ready: Mapping[torch.device, Event]) -> Iterator[None]:
+        """Wraps copies: makes the casting streams current, which wait for ``ready``, and records the end."""
+        casting = self._streams.casting
+        for device, event in ready.items():
+            event.make_wait(casting[device])
+        try:
+            with torch.no_grad(), streams_set(casting):
+                yield
+        finally:
+            ends = self._streams.note_casts()
+            joined = self._streams.meet("casts", ends.values())
+            self._ready = {} if joined is None else dict.fromkeys(ends, joined)
 
     def _copy(self) -> list[Tensor]:
-        return [
-            launched.wait().to(owner, non_blocking=True)
-            for launched, owner in zip(self._launched, self._owned.owners, strict=True)
-        ]
+        # A piece is sent before it is cast: a cast on the host would hold up this thread.
+        flats = (launched.wait() for launched in self._launched) if self._launched else self._owned.flats
+        owners = zip(flats, self._owned.owners, strict=True)
+        return [flat.to(owner, non_blocking=True).to(self._dtype) for flat, owner in owners]
+
+    def end_pull(self, slot: int, readers: Sequence[Event]) -> None:
+        """Ends the pull of a slot. The streams that own the copies wait for ``readers``, events after its reads."""
+        with self._lock:
+            self._reads += readers
+            self._pulls -= 1
+            if self._pulls <= 0 or self._copies is None:  # the latter if they have been dropped meanwhile
+                self._let_go()
+
+    def drop(self) -> None:
+        """Drops the copies. A slot that pulls now ends as always."""
+        with self._lock:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Drops the copies, under the lock. The streams that own them wait for all reads."""
+        if self._reads and self._ready and (reads := self._streams.meet("casts", self._reads)) is not None:
+            wait_for([reads], self._streams.casting.values())
+        self._reads, self._copies = [], None
 
 
 class SourceOfPieces:
@@ -350,10 +325,6 @@ class UnitSources:
         self._lane = lane or self._lane
         self.renew(slots)
 
-    def end(self) -> None:
-        """Ends it. Copies for slots that have not pulled are dropped."""
-        self.renew()
-
     def sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[Source]:
         """Returns for each dtype what the slot's next gather pulls. In backward these are pieces, where there are some.
 
@@ -376,11 +347,11 @@ class UnitSources:
 
     def _new_sources(self, ready: Mapping[torch.device, Event]) -> Sequence[PullSource]:
         unit = self._unit
-        of_owned = [(each, unit.precision.on_slots(each.dtype), unit.streams, self._pulls) for each in unit.owned]
+        dtypes = [unit.precision.on_slots(owned.dtype) for owned in unit.owned]
+        sources = [PullSource(*each, unit.streams, self._pulls) for each in zip(unit.owned, dtypes, strict=True)]
         if unit.machines is None or unit.machines.gathers is None:
-            return [PullSource(*each) for each in of_owned]
+            return sources
         lane = self._lane or unit.machines.gathers
-        sources = [SourceOverMachines(*each) for each in of_owned]
         for source in sources:
             source.send(unit.name, lane, ready)
         return sources
@@ -427,18 +398,6 @@ class UnitSources:
         return self._unit.sharded_over[0] == 1 or slot - slot % size + size <= self._pulls
 
 
-class State(Enum):
-    """How far a unit is gathered on a slot. `SlotUnit.free` makes it sharded again."""
-
-    SHARDED = auto()
-    STARTED = auto()
-    """Other machines send; the slot pulls later."""
-    PULLED = auto()
-    """Copies or a kernel have been launched on the receiving stream."""
-    FULL = auto()
-    """The parameters have their values on the computing stream."""
-
-
 class SlotUnit:
     """The full parameters of one unit on one slot. Any thread may use it.
 
@@ -451,6 +410,8 @@ class SlotUnit:
 
     Attributes:
         parameters: the full ones, in the unit's order. `backward.make_outputs` gives them a node of the graph.
+        is_started: a gather has started, or the parameters are full.
+        is_full: the parameters have their values on the computing stream.
         is_unsharded: the user has gathered the parameters by ``unshard()``, and they have not been freed since, nor has
             a backward ended.
         is_in_backward: the backward of a call has begun and not ended.
@@ -469,9 +430,9 @@ class SlotUnit:
             for i, tensor in zip(owned.positions, full.tensors, strict=True):
                 tensor.__class__ = ReplicaParameter
                 self.parameters[i] = tensor
-        self._state, self.is_unsharded = State.SHARDED, False
+        self.is_started = self.is_full = self.is_unsharded = False
         self._pull_event: Event | None = None  # after the pulls of a gather that `make_full` has not finished
-        self._sources: Sequence[Source] = ()  # until the slot pulls
+        self._sources: Sequence[Source] = ()  # until the slot pulls: other machines send
         self._last_stream: torch.Stream | None = None  # the computing stream that used the parameters last
         self._memory_stream: torch.Stream | None = None  # the stream that their memory belongs to
         self._versions: list[int] = []  # versions of the sharded parameters that this slot's values come from
@@ -489,14 +450,6 @@ class SlotUnit:
         self._is_as_after_backward = False  # no call has used the parameters since the last pass of backward
         self._modules_run: set[int] = set()  # numbers of the unit's modules that have run in this forward
 
-    @property
-    def is_full(self) -> bool:
-        return self._state is State.FULL
-
-    @property
-    def is_started(self) -> bool:
-        return self._state is not State.SHARDED
-
     # ---- gathering and freeing ---------------------------------------------------------------------------------------
 
     def start(self, ready: Mapping[torch.device, Event]) -> None:
@@ -510,12 +463,12 @@ class SlotUnit:
     def _start(self, ready: Mapping[torch.device, Event]) -> None:
         self._versions = self.unit.versions()
         with torch.no_grad(), self._naming_out_of_memory():
-            self._sources, self._state = self._unit_sources.sources(self.slot, ready), State.STARTED
+            self._sources, self.is_started = self._unit_sources.sources(self.slot, ready), True
             if not any(source.is_under_way for source in self._sources):
                 self._pull_all(ready)
 
     def _pull_all(self, ready: Mapping[torch.device, Event]) -> None:
-        sources, self._sources, self._state = self._sources, (), State.SHARDED  # if this raises
+        sources, self._sources, self.is_started = self._sources, (), False  # if this raises
         receiving = self.unit.streams.receiving[self.slot]
         if receiving is not None:  # copies to it wait for it, so the streams on which shards leave need no event
             wait_for({*ready.values()}, [receiving])
@@ -526,7 +479,7 @@ class SlotUnit:
                 self._pull(tables, at, pieces, written, source.layout)
             finally:
                 source.end_pull(self.slot, [] if receiving is None else [Event(receiving)])
-        self._pull_event, self._state = None if receiving is None else Event(receiving), State.PULLED
+        self._pull_event, self.is_started = None if receiving is None else Event(receiving), True
 
     def _allocate_for_kernels(self) -> PeerTables | None:
         """Gives the parameters memory of the current stream, which computes, if kernels pull into it.
@@ -588,7 +541,7 @@ class SlotUnit:
     def _fill(self, ready: Mapping[torch.device, Event]) -> None:
         computing, receiving = current_streams([self.device]), self.unit.streams.receiving[self.slot]
         with torch.no_grad(), self._naming_out_of_memory():
-            if self._state is State.STARTED:
+            if self._sources:
                 self._pull_all(ready)
             if self._pull_event is not None:
                 wait_for([self._pull_event], computing.values())
@@ -601,7 +554,7 @@ class SlotUnit:
                     if self._pull_event is not None:
                         hold([gathered], self._pull_event)  # other devices have written to it
                 del gathered  # its memory belongs to the receiving stream
-        self._pull_event, self._state = None, State.FULL
+        self._pull_event, self.is_started, self.is_full = None, True, True
         if not self._full_versions:
             self._full_versions, self._own_references = self._versions_of_full(), self._references()
 
@@ -640,7 +593,7 @@ class SlotUnit:
                     hold([full.gathered[0]], self._pull_event)
                 full.gathered = None  # its memory belongs to the receiving stream, which alone has used it
                 full.free(keeps_memory)
-            self._pull_event, self._sources, self._state = None, (), State.SHARDED
+            self._pull_event, self._sources, self.is_started, self.is_full = None, (), False, False
             if not keeps_memory:
                 self._memory_stream = None
             self.is_unsharded = self._is_as_after_backward = self._is_kept_for_graph = False

@@ -224,7 +224,7 @@ class Unit(ShardedUnit):
     def end_gathers(self) -> None:
         """Ends a call or a pass: the parameters may change."""
         self.forget_versions()
-        self.sources.end()
+        self.sources.renew()
 
     def drop_old_values(self) -> None:
         """Frees full parameters and pieces before a call, where their values may be old: see `SlotUnit`."""

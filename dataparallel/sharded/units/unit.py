@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -239,15 +239,6 @@ def parts_of(layout: Layout) -> list[Part]:
     ]
 
 
-class _Sum(NamedTuple):
-    """The sum of some parameters of one dtype for one owner, by one launch: of those from ``first`` up to ``end``."""
-
-    first: int
-    end: int
-    parts: list[Part]
-    table: DeviceTable
-
-
 class PeerTables:
     """The tables of one unit, on the devices that launch them. Those of gathers are copied there, on current streams.
 
@@ -276,7 +267,8 @@ class PeerTables:
         for slot in range(len(slots)):
             for at, (layout, _) in enumerate(gathered):
                 self.gather(slot, at, layout)
-        self._sums: dict[tuple[int, int, torch.dtype], list[_Sum]] = {}
+        # For each owner, by launches: which parameters, how they are cut, and the table.
+        self._sums: dict[tuple[int, int, torch.dtype], list[tuple[slice, list[Part], DeviceTable]]] = {}
         self.summed = [self._dtype_summed(dtype) for _, _, dtype in groups]
 
     def _dtype_summed(self, dtype: torch.dtype) -> torch.dtype | None:
@@ -297,7 +289,7 @@ class PeerTables:
             self._gathers[key] = DeviceTable(plan, self._slots[slot], self._dtypes[at])
         return self._gathers[key]
 
-    def _sums_of(self, at: int, owner: int, summed: torch.dtype) -> list[_Sum]:
+    def _sums_of(self, at: int, owner: int, summed: torch.dtype) -> list[tuple[slice, list[Part], DeviceTable]]:
         """Returns the tables for an owner's sums of gradients of a dtype, made on the current stream of its device."""
         key = at, owner, summed
         if key not in self._sums:
@@ -307,9 +299,9 @@ class PeerTables:
             target = added_in(self._precision.of_sums(dtype), dtype)
             self._sums[key] = []
             for first in range(0, len(parts), at_once):
-                some = parts[first : first + at_once]
-                table = DeviceTable(reduce_scatter(some, owner, slots), self._slots[owner], summed, target)
-                self._sums[key].append(_Sum(first, first + len(some), some, table))
+                which = slice(first, first + at_once)
+                plan = reduce_scatter(parts[which], owner, slots)
+                self._sums[key].append((which, parts[which], DeviceTable(plan, self._slots[owner], summed, target)))
         return self._sums[key]
 
     def reduce_scatter(self, unit: str, at: int, delivered: Sequence[Gradients], totals: Sequence[Tensor]) -> None:
@@ -330,19 +322,19 @@ class PeerTables:
         of_owners = [self._sums_of(at, owner, dtype) for owner in range(len(totals))]
         has_matrices = any(isinstance(each, Tensor) for each in delivered)
         for of_parameters in zip(*of_owners, strict=True):  # the same ones, for each owner
-            first, end, parts, _ = of_parameters[0]
+            which, parts, _ = of_parameters[0]
             terms: list[Tensor | None] = []
             for each in delivered:
-                some = [each] * len(parts) if isinstance(each, Tensor) else each[first:end]
+                some = [each] * len(parts) if isinstance(each, Tensor) else each[which]
                 terms += some or [None] * len(parts)  # a slot may have delivered nothing
-            for owner, (found, total) in enumerate(zip(of_parameters, totals, strict=True)):
+            for owner, ((_, _, table), total) in enumerate(zip(of_parameters, totals, strict=True)):
                 if not has_matrices:
-                    found.table.launch([*terms, total])
+                    table.launch([*terms, total])
                     continue
                 # In a matrix the owner's rows of all parameters follow each other.
                 rows = [owner * layout.numel + part.in_shard - sum(part.counts[:owner]) for part in parts]
                 shifts = [row if isinstance(each, Tensor) else 0 for each in delivered for row in rows]
-                found.table.launch([*terms, total], [*shifts, 0])
+                table.launch([*terms, total], [*shifts, 0])
 
 
 class TreeStreams:
