@@ -885,7 +885,8 @@ class SumsOverMachines:
             else:
                 rest.append(total)
             return
-        self._add_partial(entry, at, owner, total)
+        if (waiting := entry.gradients.partial) is not None:
+            total.view(self._machines.shard_size, -1)[self._machines.shard_rank].add_(waiting.matrices[owner][at])
         entry.staged[at].append(self._staged(entry, total.to(entry.sent_dtype(at))))
 
     def end_unit(self, unit: UnitGradients, present: Collection[int]) -> None:
@@ -902,10 +903,6 @@ class SumsOverMachines:
                     if not each.has_come:
                         break
                     self._send(each)
-
-    def _add_partial(self, entry: _UnitEntry, at: int, owner: int, total: Tensor) -> None:
-        if (waiting := entry.gradients.partial) is not None:
-            total.view(self._machines.shard_size, -1)[self._machines.shard_rank].add_(waiting.matrices[owner][at])
 
     # ---- sending -----------------------------------------------------------------------------------------------------
 
@@ -967,8 +964,7 @@ class SumsOverMachines:
             for owner, device in enumerate(self._devices):
                 numel = self._machines.shard_size * layout.numel
                 zeros = torch.zeros(numel, dtype=added_in(entry.sent_dtype(at), dtype), device=device)
-                self._add_partial(entry, at, owner, zeros)
-                entry.staged[at].append(self._staged(entry, zeros.to(entry.sent_dtype(at))))
+                self.take_part(entry.gradients, at, owner, zeros)
 
     def add_to_gradients(self, add: Callable[[ShardedUnit, Sequence[Sequence[Tensor]], Collection[int]], None]) -> None:
         """Waits for all sums, and calls ``add`` with them. If a machine is gone or has failed, it never does."""

@@ -203,7 +203,7 @@ class ModuleCall:
             slot_unit.note_module_end(self._module.number, has_backward, is_announced=bool(needing))
         slot_unit.refuse_overwritten()  # freeing has compared the parameters' versions
         # Outputs of the root may have separate losses, except where machines have to gather in the same order.
-        is_joined = self._unit is not self._root_call.tree.units[0] or self._unit.is_sharded_over_machines
+        is_joined = self._unit is not self._root_call.tree.units[0] or self._unit.gathers is not None
         return with_one_node(output, given) if is_recorded and not self._is_recomputation and is_joined else output
 
     # ---- backward ----------------------------------------------------------------------------------------------------

@@ -349,9 +349,9 @@ class UnitSources:
         unit = self._unit
         dtypes = [unit.precision.on_slots(owned.dtype) for owned in unit.owned]
         sources = [PullSource(*each, unit.streams, self._pulls) for each in zip(unit.owned, dtypes, strict=True)]
-        if unit.machines is None or unit.machines.gathers is None:
+        if unit.gathers is None:
             return sources
-        lane = self._lane or unit.machines.gathers
+        lane = self._lane or unit.gathers
         for source in sources:
             source.send(unit.name, lane, ready)
         return sources

@@ -153,8 +153,7 @@ class Unit(ShardedUnit):
         # Over machines what a kernel would read or write has to be packed for the network.
         is_served = self.machines is None and why_no_tables(self.slots) is None
         if is_served and self._made_tables is None:
-            gathered = [(owned.layout, owned.dtype) for owned in self.owned]
-            self._made_tables = PeerTables(self.slots, self.precision, gathered, self.groups)
+            self._made_tables = PeerTables(self)
         self.tables = self._made_tables if is_served else None
         self._make_slot_units()
         self._give_attributes()
@@ -212,7 +211,7 @@ class Unit(ShardedUnit):
         """
         self.note_versions()
         self.sources.begin(slots, lane)
-        if not self.is_sharded_over_machines:
+        if self.gathers is None:
             return
         first, *others = self.slot_units
         for other in others:
@@ -231,7 +230,7 @@ class Unit(ShardedUnit):
         for slot_unit in self.slot_units:
             slot_unit.drop_old_values()
         # Over machines they stay for a backward that is still to come, because all machines have to gather alike.
-        if not (_torch.is_in_backward() or self.is_sharded_over_machines):
+        if not (_torch.is_in_backward() or self.gathers is not None):
             self.sources.drop_pieces()
 
     def free(self) -> None:
@@ -246,7 +245,7 @@ class Unit(ShardedUnit):
     def start_unshard(self) -> Mapping[torch.device, Event]:
         """Starts a gather on all slots, and returns the events that it waits for. `end_unshard` follows."""
         self.refresh()
-        ready = self.streams.now()
+        ready = {device: Event(stream) for device, stream in current_streams(self.slots).items()}
         for slot_unit in self.slot_units:
             slot_unit.unshard(ready)
         if self.is_offloaded:
@@ -312,7 +311,7 @@ class Tree:
         self._registering = threading.Lock()  # guards what a tree registers, and how many calls run
         self._number_of_calls = 0
         self._unfinished: list[BackwardPass] = []  # of passes before the last one of a step
-        self.machines = self.units[0].machines
+        self.machines, self.gathers = self.units[0].machines, self.units[0].gathers
         self.order_of_sums: list[int] = []
 
     @contextmanager
@@ -430,11 +429,6 @@ class Tree:
     def _refuse_lost(self) -> None:
         for unit in self.units:
             unit.gradients.refuse_lost()
-
-    @property
-    def gathers(self) -> Lane | None:
-        """The lane of gathers over machines, if parameters are sharded over them."""
-        return None if self.machines is None else self.machines.gathers
 
     def _new_pass(self, call: RootCall) -> BackwardPass:
         for unit in self.units:

@@ -23,7 +23,7 @@ from dataparallel import _torch
 from dataparallel.comm import settings
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.kernels import ADDRESSES, SUM_KERNELS, DeviceTable
-from dataparallel.comm.streams.current import Event, current_streams, kept_stream
+from dataparallel.comm.streams.current import Event, kept_stream
 from dataparallel.comm.tables import Part, all_gather, reduce_scatter
 from dataparallel.devices import CPU
 from dataparallel.sharded.order import note_host_reads
@@ -33,6 +33,7 @@ from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
     from dataparallel.machines.arguments import MachineMesh
+    from dataparallel.machines.lanes import Lane
 
 
 _ALIGNED_TO = 8
@@ -104,6 +105,14 @@ class Layout:
         for columns, start in zip(self.columns, self.full_offsets, strict=True):
             self._blocks += [(start, columns.numel)] if columns.numel else []
             self._blocks += [(start + owners * columns.numel, columns.padding)] if columns.padding else []
+
+    @cached_property
+    def parts(self) -> list[Part]:
+        """How the parameters are cut, for the plans of ``comm.tables``."""
+        return [
+            Part(columns.start, in_full, tuple(shape.numel() for shape in columns.shard_shapes))
+            for columns, in_full in zip(self.columns, self.full_offsets, strict=True)
+        ]
 
     def parts_of(self, flat: Tensor, owner: int) -> list[Tensor]:
         """Returns an owner's part of each parameter, as views of its flat shard. The owner is on this machine."""
@@ -231,45 +240,26 @@ Over machines a row has the parts of this owner on every machine. Without anythi
 """
 
 
-def parts_of(layout: Layout) -> list[Part]:
-    """Describes how the parameters of a layout are cut, for the plans of ``comm.tables``."""
-    return [
-        Part(columns.start, in_full, tuple(shape.numel() for shape in columns.shard_shapes))
-        for columns, in_full in zip(layout.columns, layout.full_offsets, strict=True)
-    ]
-
-
 class PeerTables:
     """The tables of one unit, on the devices that launch them. Those of gathers are copied there, on current streams.
-
-    Each owner needs a table for the sums of each dtype, and each slot one for each dtype that it gathers.
 
     A slot pulls its full parameters straight from the owners' shards by one launch. An owner sums its rows straight
     from where autograd left the gradients, by one launch too. Without such kernels pieces are packed and copied.
 
-    ``gathered``, ``groups``: for each dtype all parameters, and those that need gradients.
-
-    Attributes:
-        summed: for each dtype of parameters that need gradients, the dtype of gradients that kernels add where they
-            lie; ``None`` if they add none.
+    ``summed``: for each dtype of parameters that need gradients, the dtype of gradients that kernels add where they
+    lie; ``None`` if they add none.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[torch.device],
-        precision: Precision,
-        gathered: Sequence[tuple[Layout, torch.dtype]],
-        groups: Sequence[DtypeGroup],
-    ) -> None:
-        self._slots, self._precision, self._groups = slots, precision, groups
-        self._dtypes = [precision.on_slots(dtype) for _, dtype in gathered]
+    def __init__(self, unit: ShardedUnit) -> None:
+        self._slots, self._precision, self._groups = unit.slots, unit.precision, unit.groups
+        self._dtypes = [unit.precision.on_slots(owned.dtype) for owned in unit.owned]
         self._gathers: dict[tuple[int, int, int], DeviceTable] = {}
-        for slot in range(len(slots)):
-            for at, (layout, _) in enumerate(gathered):
-                self.gather(slot, at, layout)
-        # For each owner, by launches: which parameters, how they are cut, and the table.
-        self._sums: dict[tuple[int, int, torch.dtype], list[tuple[slice, list[Part], DeviceTable]]] = {}
-        self.summed = [self._dtype_summed(dtype) for _, _, dtype in groups]
+        for slot in range(len(unit.slots)):
+            for at, owned in enumerate(unit.owned):
+                self.gather(slot, at, owned.layout)
+        # For each dtype and owner the launches: which parameters, and the table.
+        self._sums: dict[tuple[int, int, torch.dtype], list[tuple[slice, DeviceTable]]] = {}
+        self.summed = [self._dtype_summed(dtype) for _, _, dtype in unit.groups]
 
     def _dtype_summed(self, dtype: torch.dtype) -> torch.dtype | None:
         """Returns the dtype in which gradients come if the sum only widens it, else the one in which slots deliver."""
@@ -285,23 +275,22 @@ class PeerTables:
         """
         key = slot, at, layout.owners
         if key not in self._gathers:
-            plan = all_gather(parts_of(layout), slot % layout.owners)
+            plan = all_gather(layout.parts, slot % layout.owners)
             self._gathers[key] = DeviceTable(plan, self._slots[slot], self._dtypes[at])
         return self._gathers[key]
 
-    def _sums_of(self, at: int, owner: int, summed: torch.dtype) -> list[tuple[slice, list[Part], DeviceTable]]:
+    def _sums_of(self, at: int, owner: int, summed: torch.dtype) -> list[tuple[slice, DeviceTable]]:
         """Returns the tables for an owner's sums of gradients of a dtype, made on the current stream of its device."""
         key = at, owner, summed
         if key not in self._sums:
             _, layout, dtype = self._groups[at]
-            slots, parts = len(self._slots), parts_of(layout)
-            at_once = (ADDRESSES - 2) // slots  # parameters of one launch
+            at_once = (ADDRESSES - 2) // len(self._slots)  # parameters of one launch
             target = added_in(self._precision.of_sums(dtype), dtype)
             self._sums[key] = []
-            for first in range(0, len(parts), at_once):
+            for first in range(0, len(layout.parts), at_once):
                 which = slice(first, first + at_once)
-                plan = reduce_scatter(parts[which], owner, slots)
-                self._sums[key].append((which, parts[which], DeviceTable(plan, self._slots[owner], summed, target)))
+                plan = reduce_scatter(layout.parts[which], owner, len(self._slots))
+                self._sums[key].append((which, DeviceTable(plan, self._slots[owner], summed, target)))
         return self._sums[key]
 
     def reduce_scatter(self, unit: str, at: int, delivered: Sequence[Gradients], totals: Sequence[Tensor]) -> None:
@@ -322,12 +311,13 @@ class PeerTables:
         of_owners = [self._sums_of(at, owner, dtype) for owner in range(len(totals))]
         has_matrices = any(isinstance(each, Tensor) for each in delivered)
         for of_parameters in zip(*of_owners, strict=True):  # the same ones, for each owner
-            which, parts, _ = of_parameters[0]
+            which = of_parameters[0][0]
+            parts = layout.parts[which]
             terms: list[Tensor | None] = []
             for each in delivered:
                 some = [each] * len(parts) if isinstance(each, Tensor) else each[which]
                 terms += some or [None] * len(parts)  # a slot may have delivered nothing
-            for owner, ((_, _, table), total) in enumerate(zip(of_parameters, totals, strict=True)):
+            for owner, ((_, table), total) in enumerate(zip(of_parameters, totals, strict=True)):
                 if not has_matrices:
                     table.launch([*terms, total])
                     continue
@@ -385,18 +375,11 @@ class TreeStreams:
     def make_owners_wait(self, computing: Mapping[torch.device, torch.Stream], is_offloaded: bool) -> None:
         """Orders later writes to the shards, by these streams and by the host, after all pulls and casts of shards."""
         casts = [*self.last_casts.values()]
-        after_reads = self.meet("pulls", [*casts, *self.after_pulls()])
+        pulls = [Event(stream) for stream in self.receiving if stream is not None]  # after those launched so far
+        after_reads = self.meet("pulls", [*casts, *pulls])
         wait_for([] if after_reads is None else [after_reads], computing.values())
         if is_offloaded:
             note_host_reads(casts)
-
-    def after_pulls(self) -> list[Event]:
-        """Returns an event for each slot, after all of its pulls that have been launched."""
-        return [Event(stream) for stream in self.receiving if stream is not None]
-
-    def now(self) -> dict[torch.device, Event]:
-        """Returns for each device an event on its current stream."""
-        return {device: Event(stream) for device, stream in current_streams(self.slots).items()}
 
 
 def wait_for(events: Iterable[Event], streams: Iterable[torch.Stream]) -> None:
@@ -419,22 +402,14 @@ class OwnedShards:
     Attributes:
         positions: of the parameters in the unit.
         shapes, cuts: of the parameters, which are whole, and along which dimension they are cut.
-        layout: of the flat shards of all owners, on all machines (``over``: how many, and the number of this one).
+        layout: of the flat shards of all owners, on all machines.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[ShardedTensor],
-        owners: Sequence[torch.device],
-        positions: Sequence[int] = (),
-        pin: bool = False,
-        over: tuple[int, int] = (1, 0),
-    ) -> None:
-        self.parameters, self.owners, self.positions = list(parameters), list(owners), positions
-        self.dtype = parameters[0].dtype
-        self.shapes, self.cuts = [p.shape for p in parameters], [cut_of(p) for p in parameters]
-        self.layout = Layout(self.shapes, self.cuts, len(owners), machines=over[0], machine=over[1])
-        self._pin = pin
+    def __init__(self, unit: ShardedUnit, positions: Sequence[int]) -> None:
+        self.parameters, self.owners = [unit.parameters[i] for i in positions], unit.slots
+        self.positions, self._pin, self.dtype = positions, unit.pin, self.parameters[0].dtype
+        self.shapes, self.cuts = [p.shape for p in self.parameters], [cut_of(p) for p in self.parameters]
+        self.layout = Layout(self.shapes, self.cuts, len(self.owners), None, *unit.sharded_over)
         self.flats: list[Tensor] = []
         self._packed: list[tuple[Tensor, ...]] = []  # each parameter's shards as `pack` has made them
         self._addresses: list[list[int]] = []  # of these
@@ -553,7 +528,7 @@ class ShardedUnit:
         machines: MachineMesh | None = None,
     ) -> None:
         self.name, self.slots, self.precision = name, list(slots), precision
-        self.is_offloaded, self._pin, self.machines = is_offloaded, pin, machines
+        self.is_offloaded, self.pin, self.machines = is_offloaded, pin, machines
         self.graphs: WeakMembers[Any] = WeakMembers()
         self.parameters = list(parameters)
         self.number_of_modules = 1
@@ -568,10 +543,7 @@ class ShardedUnit:
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, parameter in enumerate(self.parameters):
             by_dtype.setdefault(parameter.dtype, []).append(i)
-        self.owned = [
-            OwnedShards([self.parameters[i] for i in positions], self.slots, positions, self._pin, self.sharded_over)
-            for positions in by_dtype.values()
-        ]
+        self.owned = [OwnedShards(self, positions) for positions in by_dtype.values()]
         self._noted_versions: list[int] | None = None  # as a call or pass began
         self._had_no_values = any(owned.are_on_meta for owned in self.owned)
         self._parameter_flags = self._present_flags()
@@ -580,8 +552,7 @@ class ShardedUnit:
         for owned in self.owned:
             if kept := [i for i in owned.positions if self.parameters[i].requires_grad]:
                 shapes, cuts = [self.parameters[i].shape for i in kept], [cut_of(self.parameters[i]) for i in kept]
-                layout = Layout(shapes, cuts, len(self.slots), None, *self.sharded_over)
-                self.groups.append((kept, layout, owned.dtype))
+                self.groups.append((kept, Layout(shapes, cuts, len(self.slots), None, *self.sharded_over), owned.dtype))
         self.comm_settings = settings.current()
         self.tables: PeerTables | None = None
         self._made_tables: PeerTables | None = None
@@ -598,8 +569,9 @@ class ShardedUnit:
         )
 
     @property
-    def is_sharded_over_machines(self) -> bool:
-        return self.machines is not None and self.machines.gathers is not None
+    def gathers(self) -> Lane | None:
+        """The lane of gathers over machines, if parameters are sharded over them."""
+        return None if self.machines is None else self.machines.gathers
 
     @property
     def sharded_over(self) -> tuple[int, int]:
@@ -610,7 +582,7 @@ class ShardedUnit:
         """Returns a copy in host memory, which the current stream completes."""
         if part.device == CPU:
             return part
-        pinned = self._pin and can_pin(part.device.type)
+        pinned = self.pin and can_pin(part.device.type)
         host = torch.empty(part.shape, dtype=part.dtype, device=CPU, pin_memory=pinned)
         return host.copy_(part, non_blocking=pinned)
 
