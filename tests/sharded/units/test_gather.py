@@ -196,8 +196,8 @@ def test_pieces_that_are_dropped_while_a_slot_reads_them_last_as_long(slots):
     model(rows(slots))
     unit = units(model)[0]
     expected = whole(model.layers[0].weight)
-    source, streams, own = unit.sources._kept[0, 1], unit.streams.pulling[1], unit.streams.receiving[1]
-    flats, written = source.pieces(1, {})
+    source, streams, own = unit.sources._kept[1], unit.streams.pulling[1], unit.streams.receiving[1]
+    (flats,), written = source.pieces(1, {})
     unit.free()
     source.drop(0)
     assert not source.is_complete
