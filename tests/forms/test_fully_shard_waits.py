@@ -274,7 +274,7 @@ def fail(net: Net, x: Tensor, slots: list) -> None:
 
 BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
     "backward.py:UnitGradients._delivery:Event:1": (training, "race: sum_float32 reads"),
-    "backward.py:UnitGradients._take:release_deliveries:1": (training, "freed too early: .*sum_float32, which reads"),
+    "backward.py:UnitGradients.deliver:release_deliveries:1": (training, "freed too early: .*sum_float32, which reads"),
     "backward.py:UnitGradients.deliver:streams_joined:1": (a_graph_older_than_its_pass, "race: sum_float32 reads"),
     "backward.py:UnitGradients.add_up:Event:1": (a_sum_that_fails, "freed too early: "),
     "backward.py:UnitGradients.add_up:wait_for:1": (training, "race: sum_float32 reads"),
@@ -339,7 +339,7 @@ GUARDS = {name: guard for name, guard in guards_in("sharded/units/").items() if 
 
 HELD = {
     "gather.py:SourceOfPieces.end_pull:make_wait:1",
-    "backward.py:UnitGradients._take:release_deliveries:1",
+    "backward.py:UnitGradients.deliver:release_deliveries:1",
     "gather.py:SlotUnit._fill:Event:1",
     "gather.py:SlotUnit._fill:wait_for:2",
     "backward.py:BackwardPass.drop:_make_computing_wait:1",

@@ -206,7 +206,8 @@ class WaitingSums:
             self.present.discard(i)
             for at, (kept, layout, _) in enumerate(self._groups):
                 for matrices in self.matrices.values() if i in kept else ():
-                    layout.zero_columns(kept.index(i), matrices[at].view(-1, layout.numel))
+                    columns = layout.columns[kept.index(i)]
+                    matrices[at].view(-1, layout.numel)[:, columns.start : columns.start + columns.numel].zero_()
         if not self.present:
             self.matrices.clear()
 
@@ -524,20 +525,15 @@ class UnitGradients:
                 "gradients of inputs only: torch.autograd.grad(loss, inputs, create_graph=True)"
             )
         chosen: Any = running_pass().contents.get(CHOSEN)
-        grads = [g if self._takes(i, chosen) else None for i, g in zip(self.unit.trainable, grads, strict=True)]
+        grads = [g if self.takes(i, chosen) else None for i, g in zip(self.unit.trainable, grads, strict=True)]
         assert self.unit.join_pass is not None  # a call has made the graph
         self.deliver(slot, grads, self.unit.join_pass(only_if_alone=True))
         self._slot_units[slot].note_gradients()
 
-    def takes_any(self, chosen: Collection[int]) -> bool:
-        """True if the unit has a parameter that needs a gradient with one of these ids, or slot 0's copy of it."""
-        return any(self._takes(i, chosen) for i in self.unit.trainable)
-
-    def _takes(self, i: int, chosen: Collection[int] | None) -> bool:
-        parameter = self.unit.parameters[i]
-        if not parameter.requires_grad:  # any more
-            return False
-        return chosen is None or id(parameter) in chosen or id(self._slot_units[0].parameters[i]) in chosen
+    def takes(self, i: int, chosen: Collection[int] | None) -> bool:
+        """True if parameter ``i`` needs a gradient, and is ``chosen``, by its id or that of slot 0's copy of it."""
+        parameter, full = self.unit.parameters[i], self._slot_units[0].parameters[i]
+        return parameter.requires_grad and (chosen is None or id(parameter) in chosen or id(full) in chosen)
 
     def deliver(self, slot: int, grads: Sequence[Tensor | None], running: BackwardPass) -> None:
         """Takes the gradients of one slot, in the order of ``unit.trainable``, and sums if this slot is the last.
@@ -548,31 +544,29 @@ class UnitGradients:
         device = self.unit.slots[slot]
         joined = streams_joined({device: running.computing[device]} if device in running.computing else {})
         with stage("reduce_add", slot), self._packing_locks[slot], joined:
-            self._take(slot, grads, running)
-
-    def _take(self, slot: int, grads: Sequence[Tensor | None], running: BackwardPass) -> None:
-        running.release_deliveries(slot)
-        with naming_out_of_memory("gradients", self.unit.name, self.unit.slots[slot], self.full_bytes):
-            delivery = self._packed(slot, grads)
-        with self._lock:
-            waiting = self.waiting
-            if not self.unit.requires_gradient_sync:
-                if delivery.present:
-                    if slot not in waiting.matrices:
+            running.release_deliveries(slot)
+            with naming_out_of_memory("gradients", self.unit.name, device, self.full_bytes):
+                delivery = self._packed(slot, grads)
+            with self._lock:
+                if self.unit.requires_gradient_sync:
+                    self._add_to_round(slot, delivery, running)
+                elif delivery.present:
+                    if slot not in self.waiting.matrices:
                         self._new.add(slot)
-                    waiting.matrices[slot] = delivery.matrices  # includes the gradients that waited before
-                    waiting.present |= delivery.present
-                return
-            if slot in waiting.matrices and slot not in self._added:
-                self._added.add(slot)
-                delivery.present |= waiting.present
-            deliveries = next((each for each in self._rounds if slot not in each), None)
-            if deliveries is None:
-                self._rounds.append(deliveries := {})
-            deliveries[slot] = delivery
-            if len(deliveries) == running.slots:
-                # The lock is held, so that later rounds of this unit are summed after this one.
-                self.add_up(self._rounds.pop(0), running)
+                    self.waiting.matrices[slot] = delivery.matrices  # includes the gradients that waited before
+                    self.waiting.present |= delivery.present
+
+    def _add_to_round(self, slot: int, delivery: Delivery, running: BackwardPass) -> None:
+        """Sums the first round if this was its last delivery. Later rounds are summed later: the lock is held."""
+        if slot in self.waiting.matrices and slot not in self._added:
+            self._added.add(slot)
+            delivery.present |= self.waiting.present
+        deliveries = next((each for each in self._rounds if slot not in each), None)
+        if deliveries is None:
+            self._rounds.append(deliveries := {})
+        deliveries[slot] = delivery
+        if len(deliveries) == running.slots:
+            self.add_up(self._rounds.pop(0), running)
 
     def end_pass(self, ended: BackwardPass | None) -> None:
         """Sums all deliveries that are left.
@@ -1102,7 +1096,7 @@ def _run_engine(
     chosen = {id(each) for each in inputs if isinstance(each, (ShardedTensor, ReplicaParameter))}
     nodes = [each.grad_fn if isinstance(each, Tensor) else each.node for each in outputs] if chosen else []
     roots = [node for node in nodes if node is not None]
-    leaves = [leaf for gradients, leaf in _units_behind(roots) if gradients.takes_any(chosen)]
+    leaves = [leaf for each, leaf in _units_behind(roots) if any(each.takes(i, chosen) for i in each.unit.trainable)]
     if not leaves:
         return run_engine(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
     if not kwargs["accumulate_grad"]:

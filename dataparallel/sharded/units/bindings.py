@@ -100,8 +100,7 @@ class UnitModule(Registries):
             )
         args, kwargs = unit.precision.of_inputs((args, kwargs))
         call = ModuleCall(self)
-        inputs = InputNodes(slot_unit.device, call.end_backward)
-        args, kwargs = call.begin_forward(args, kwargs, inputs)
+        args, kwargs, inputs = call.begin_forward(args, kwargs)
         self.is_running = True
         try:
             output = function(*args, **kwargs)
@@ -154,8 +153,8 @@ class ModuleCall:
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def begin_forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: InputNodes
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], InputNodes]:
         """Makes the parameters full, and starts the gathers of the units that come next. Returns the arguments."""
         slot_unit = self._slot_unit
         slot_unit.use(self._root_call.ready, self._module)
@@ -163,15 +162,15 @@ class ModuleCall:
             if not self._is_recomputation:
                 self._versions = self._root_call.begin_unit(self._unit, slot_unit.slot)
             if not torch.is_grad_enabled():
-                return args, kwargs
+                return args, kwargs, InputNodes(slot_unit.device, self.end_backward, ())
             if self._is_recomputation:
                 slot_unit.is_in_backward = True  # the parameters stay, because the call's own backward follows
             needing = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-            inputs.note(needing)
+            inputs = InputNodes(slot_unit.device, self.end_backward, needing)
             self._needs_gradients = bool(slot_unit.unit.trainable or needing)
             args, kwargs = inputs.pass_on(args), {name: inputs.pass_on(value) for name, value in kwargs.items()}
-            self._has_input_nodes = not inputs.is_empty
-            return args, kwargs
+            self._has_input_nodes = bool(inputs.by_id)
+            return args, kwargs, inputs
         except BaseException:  # for example, a device has no memory for a gather ahead
             slot_unit.end_use()
             raise
@@ -334,24 +333,17 @@ class InputNodes:
     ``Tensor``, sparse, or on another device than the slot's.
     """
 
-    def __init__(self, device: torch.device, at_end: Callable[[], None]) -> None:
+    def __init__(self, device: torch.device, at_end: Callable[[], None], needing: Sequence[Tensor]) -> None:
         self._device, self._at_end = device, at_end
-        self._by_id: dict[int, tuple[Tensor, Tensor, Any]] = {}  # the input, the node's output, the node
-        self._makers: dict[int, tuple[Tensor, Any]] = {}  # of all inputs that need gradients
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._by_id
-
-    def note(self, tensors: Sequence[Tensor]) -> None:
-        self._makers = {id(tensor): (tensor, tensor.grad_fn) for tensor in tensors}
+        self.by_id: dict[int, tuple[Tensor, Tensor, Any]] = {}  # the input, the node's output, the node
+        self._makers = {id(tensor): (tensor, tensor.grad_fn) for tensor in needing}  # of all inputs that need gradients
 
     def has_unchanged(self, tensor: Tensor) -> bool:
         return id(tensor) in self._makers and self._makers[id(tensor)][1] is tensor.grad_fn
 
     def written_into(self, given: Any) -> list[Tensor]:
         """Returns the tensors that need gradients and that the call has put into its arguments, ``given``."""
-        known = {*self._makers, *(id(passed) for _, passed, _ in self._by_id.values())}
+        known = {*self._makers, *(id(passed) for _, passed, _ in self.by_id.values())}
         return [tensor for tensor in tensors_in(given) if tensor.requires_grad and id(tensor) not in known]
 
     def pass_on(self, obj: Any) -> Any:
@@ -366,14 +358,14 @@ class InputNodes:
         is_plain = type(obj) is Tensor and obj.layout is torch.strided and obj.device == self._device
         if not is_plain or not obj.requires_grad:
             return obj
-        if id(obj) not in self._by_id:
+        if id(obj) not in self.by_id:
             passed = _InputNode.apply(self._at_end, obj)
-            self._by_id[id(obj)] = obj, passed, passed.grad_fn
-        return self._by_id[id(obj)][1]
+            self.by_id[id(obj)] = obj, passed, passed.grad_fn
+        return self.by_id[id(obj)][1]
 
     def changed(self) -> list[tuple[Tensor, Tensor]]:
         """Returns the inputs that the call has changed in place, each with the node's output, whose graph has that."""
-        return [(tensor, passed) for tensor, passed, node in self._by_id.values() if passed.grad_fn is not node]
+        return [(tensor, passed) for tensor, passed, node in self.by_id.values() if passed.grad_fn is not node]
 
     def hand_back(self, output: Any, given: Any) -> Any:
         """Returns the output with inputs in place of the nodes' outputs, and makes changes those of the inputs."""
@@ -381,9 +373,9 @@ class InputNodes:
             version = _torch.version_of(tensor)
             tensor.copy_(passed)
             _torch.set_versions((tensor,), (version,))  # the values are the same, and other nodes may have saved them
-        if not self._by_id:
+        if not self.by_id:
             return output
-        originals = {id(passed): tensor for tensor, passed, _ in self._by_id.values()}
+        originals = {id(passed): tensor for tensor, passed, _ in self.by_id.values()}
         return _replaced(output, originals, {id(part): part for part in _parts(given)})
 
 

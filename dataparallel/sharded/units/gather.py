@@ -49,20 +49,21 @@ class FullBuffer:
     """The full parameters of one dtype on one slot, whose storage has no bytes at first.
 
     Attributes:
-        tensors: the parameters, views of one storage. Reading them while it has no bytes crashes the process.
+        tensors: the parameters, views of one ``storage``. Reading them while it has no bytes crashes the process.
+        buffer: all of it.
         gathered: the matrix that has arrived, in the layout of its pieces, until `fill` copies from it; or ``None``.
         nbytes: the size of the memory, while there is some.
     """
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
-        self._buffer = torch.empty(layout.owners * layout.numel, dtype=dtype, device=device)
-        self._storage = self._buffer.untyped_storage()
-        self.nbytes = self._storage.nbytes()
+        self.buffer = torch.empty(layout.owners * layout.numel, dtype=dtype, device=device)
+        self.storage = self.buffer.untyped_storage()
+        self.nbytes = self.storage.nbytes()
         self.tensors: list[Tensor] = []
         for columns, offset in zip(layout.columns, layout.full_offsets, strict=True):
             tensor = torch.empty(0, dtype=dtype, device=device)
-            self.tensors.append(tensor.set_(self._storage, offset, columns.shape, contiguous(columns.shape)))
+            self.tensors.append(tensor.set_(self.storage, offset, columns.shape, contiguous(columns.shape)))
         self._memory = [tensor.data for tensor in self.tensors]
         self._versions: tuple[int, ...] = ()
         self._is_filled = True
@@ -71,7 +72,7 @@ class FullBuffer:
 
     def pull(self, pieces: Sequence[Tensor], first: int, layout: Layout) -> None:
         """Copies the pieces into a new matrix. Begins with piece ``first``, so that slots pull from distinct owners."""
-        matrix = self._buffer.new_empty(layout.owners, layout.numel)
+        matrix = self.buffer.new_empty(layout.owners, layout.numel)
         rows = matrix if len(matrix) == len(pieces) else matrix.view(len(pieces), -1)  # several for a piece of machines
         order = [(first + i) % len(pieces) for i in range(len(pieces))]
         comm.copy_each([rows[i] for i in order], [pieces[i] for i in order])
@@ -79,27 +80,13 @@ class FullBuffer:
 
     def pull_by(self, table: DeviceTable, pieces: Sequence[Tensor], layout: Layout) -> None:
         """Has a kernel pull the pieces straight into the buffer, which `allocate` has given memory."""
-        table.launch([*pieces, self._buffer])
-        layout.join_parts(self._buffer)
-
-    def copy_from(self, other: FullBuffer) -> None:
-        """Copies the full buffer of another slot into this one, which `allocate` has given memory."""
-        comm.broadcast(other._buffer, out=[self._buffer])
-
-    @property
-    def flat(self) -> Tensor:
-        """The memory, as bytes. Writes there change no version of a parameter."""
-        return self._buffer.view(torch.uint8)
-
-    @property
-    def references(self) -> int:
-        """See `_torch.tensors_on`."""
-        return _torch.tensors_on(self._storage)
+        table.launch([*pieces, self.buffer])
+        layout.join_parts(self.buffer)
 
     def allocate(self) -> None:
         """Gives the parameters memory, unless they have some. `fill` gives them values."""
-        if self._storage.nbytes() != self.nbytes:
-            self._storage.resize_(self.nbytes)
+        if self.storage.nbytes() != self.nbytes:
+            self.storage.resize_(self.nbytes)
 
     def fill(self) -> Tensor | None:
         """Completes the parameters, and returns the matrix ``gathered``, which is not kept, if they came in one."""
@@ -110,7 +97,7 @@ class FullBuffer:
         if self.gathered is None:  # the values are in the buffer
             return None
         (matrix, layout), self.gathered = self.gathered, None
-        layout.copy_out(matrix, self._buffer)
+        layout.copy_out(matrix, self.buffer)
         return matrix
 
     def free(self, keeps_memory: bool = False) -> None:
@@ -125,12 +112,12 @@ class FullBuffer:
             self._versions = tuple(map(_torch.version_of, self.tensors))
             torch.autograd.graph.increment_version(self.tensors)
         if not keeps_memory:
-            self._storage.resize_(0)
+            self.storage.resize_(0)
         self._is_filled = False
 
 
 Pieces: TypeAlias = "tuple[list[list[Tensor]], list[tuple[torch.device, Event]]]"
-"""What a slot pulls: for each dtype a piece of each owner. And devices with events after which pieces may be read there."""
+"""What a slot pulls: for each dtype a piece of each owner; and devices with events before reads of pieces there."""
 
 
 class PullSource:
@@ -598,8 +585,8 @@ class SlotUnit:
 
     @property
     def flats(self) -> list[Tensor]:
-        """For each dtype the memory of the parameters, as bytes."""
-        return [full.flat for full in self._buffers]
+        """For each dtype the memory of the parameters, as bytes. Writes there change no version of a parameter."""
+        return [full.buffer.view(torch.uint8) for full in self._buffers]
 
     def copy_from(self, other: SlotUnit) -> None:
         """Copies the values of another slot, unless a gather has started. The computing streams are current."""
@@ -610,7 +597,7 @@ class SlotUnit:
             with torch.no_grad(), self._naming_out_of_memory():
                 for full, other_full in zip(self._buffers, other._buffers, strict=True):
                     full.allocate()
-                    full.copy_from(other_full)
+                    comm.broadcast(other_full.buffer, out=[full.buffer])
             self._versions = other._versions
             self._fill({})
 
@@ -752,7 +739,7 @@ class SlotUnit:
         return any(map(gt, self._references(), self._own_references))
 
     def _references(self) -> list[int]:
-        return [*map(_torch.use_count, self.parameters), *(full.references for full in self._buffers)]
+        return [*map(_torch.use_count, self.parameters), *(_torch.tensors_on(full.storage) for full in self._buffers)]
 
     def _order_computing_streams(self) -> None:
         """Makes the current stream wait for the computing stream that used the parameters last, if it is another."""

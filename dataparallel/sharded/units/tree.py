@@ -459,7 +459,7 @@ class Tree:
         try:
             if ok:
                 with stage("reduce_add"):
-                    self._finish(ended)
+                    self._add_up_rest(ended)
         except BaseException:
             has_failed = True
             raise
@@ -468,7 +468,7 @@ class Tree:
                 ended.drop([unit.gradients for unit in self.units])
             self._note_pass_end(ended, has_failed)
 
-    def _finish(self, ended: BackwardPass) -> None:
+    def _add_up_rest(self, ended: BackwardPass) -> None:
         for unit in self.units:
             unit.gradients.end_pass(ended)
         ended.publish()

@@ -124,11 +124,6 @@ class Layout:
         for view, part in zip(self.parts_of(flat, owner), parts, strict=True):
             view.copy_(part)
 
-    def zero_columns(self, number: int, matrix: Tensor) -> None:
-        """Zeros a parameter's columns in a matrix of the layout, or in a flat shard."""
-        columns = self.columns[number]
-        matrix[..., columns.start : columns.start + columns.numel].zero_()
-
     def copy_out(self, gathered: Tensor, full: Tensor) -> None:
         """Copies the gathered matrix into the full buffer of a slot."""
         offset = full.storage_offset()
