@@ -798,7 +798,7 @@ class _UnitEntry:
 
     Attributes:
         staged: for each dtype and owner the first sum, ready to be sent.
-        rest: for each dtype and owner all later sums, added up.
+        rest: for each dtype and owner all later sums, added up; in the end their launched collectives.
         present: positions of the parameters that have a gradient on this machine.
         results: for each dtype and owner the launched collective, or the sum itself if no other machine takes part.
     """
@@ -806,7 +806,7 @@ class _UnitEntry:
     number: int
     gradients: UnitGradients
     staged: list[list[Any]]
-    rest: list[list[Tensor]]
+    rest: list[list[Any]]
     present: set[int] = field(default_factory=set)
     has_come: bool = False  # the first sums of all owners are there
     is_sent: bool = False
@@ -970,8 +970,10 @@ class SumsOverMachines:
         flags = iter(mask)
         with torch.no_grad(), streams_set(self._computing):
             present = [[i for i in each.unit.trainable if next(flags)] for each in self._entries]
-            rests = self._sums_of_rests([each for each in self._entries if next(flags)])
-            of_entries = [[self._results(each, at, rests) for at in range(len(each.results))] for each in self._entries]
+            for entry in self._entries:
+                if next(flags):
+                    self._send_rest(entry)
+            of_entries = [[self._results(each, at) for at in range(len(each.results))] for each in self._entries]
             for entry, totals in zip(self._entries, of_entries, strict=True):
                 if (hook := entry.unit.all_reduce_hook) is not None and not self._stays_partial(entry.unit):
                     for of_owners in totals:
@@ -991,23 +993,17 @@ class SumsOverMachines:
                     entry.gradients.partial.present.update(found)
                     entry.gradients.partial.note()
 
-    def _sums_of_rests(self, units: Sequence[_UnitEntry]) -> dict[int, list[list[Any]]]:
-        """Sums the rests of these units. Returns the results by the units' numbers."""
-        found: dict[int, list[list[Any]]] = {}
-        for entry in units:
-            found[entry.number] = results = []
-            for at, (_, layout, _) in enumerate(entry.unit.groups):
-                dtype, numel = entry.sent_dtype(at), self._machines.shard_size * layout.numel
-                rest = entry.rest[at] or [torch.zeros(numel, dtype=dtype, device=device) for device in self._devices]
-                staged = [self._staged(entry, total.to(dtype)) for total in rest]
-                results.append(self._launch(entry, staged))
-        return found
+    def _send_rest(self, entry: _UnitEntry) -> None:
+        for at, (_, layout, _) in enumerate(entry.unit.groups):
+            dtype, numel = entry.sent_dtype(at), self._machines.shard_size * layout.numel
+            rest = entry.rest[at] or [torch.zeros(numel, dtype=dtype, device=device) for device in self._devices]
+            entry.rest[at] = self._launch(entry, [self._staged(entry, total.to(dtype)) for total in rest])
 
-    def _results(self, entry: _UnitEntry, at: int, rests: Mapping[int, Sequence[Sequence[Any]]]) -> list[Tensor]:
+    def _results(self, entry: _UnitEntry, at: int) -> list[Tensor]:
         """Waits for the sums of all owners, and returns them in the dtype in which they are added."""
         dtype = added_in(entry.sent_dtype(at), entry.unit.groups[at][2])
         sums = [_received(result, self._devices[i]).to(dtype) for i, result in enumerate(entry.results[at])]
-        for i, result in enumerate(rests[entry.number][at] if entry.number in rests else ()):
+        for i, result in enumerate(entry.rest[at]):
             sums[i] = sums[i] + _received(result, self._devices[i])
         return sums
 

@@ -209,7 +209,8 @@ class Unit(ShardedUnit):
         calls in which other machines used more or fewer slots. In a pass of backward more slots may take part than at
         its beginning, with another call.
         """
-        self.note_versions()
+        self.noted_versions = None
+        self.noted_versions = self.versions()
         self.sources.begin(slots, lane)
         if self.gathers is None:
             return
@@ -222,7 +223,7 @@ class Unit(ShardedUnit):
 
     def end_gathers(self) -> None:
         """Ends a call or a pass: the parameters may change."""
-        self.forget_versions()
+        self.noted_versions = None
         self.sources.renew()
 
     def drop_old_values(self) -> None:

@@ -474,7 +474,7 @@ class Registries:
 
 
 class ShardedUnit:
-    """The parameters of one unit at their owners. `units.unit.Unit` gathers them on slots.
+    """The parameters of one unit at their owners. `tree.Unit` is the same with the slots that gather them.
 
     A unit may belong to several trees, one after the other. Its calls use what is of the last one. A user may change
     settings at any time: these are the attributes with a default.
@@ -539,7 +539,8 @@ class ShardedUnit:
         for i, parameter in enumerate(self.parameters):
             by_dtype.setdefault(parameter.dtype, []).append(i)
         self.owned = [OwnedShards(self, positions) for positions in by_dtype.values()]
-        self._noted_versions: list[int] | None = None  # as a call or pass began
+        # As a call or a pass began. Until it ends, no parameter may change.
+        self.noted_versions: list[int] | None = None
         self._had_no_values = any(owned.are_on_meta for owned in self.owned)
         self._parameter_flags = self._present_flags()
         self.trainable = [i for i, parameter in enumerate(self.parameters) if parameter.requires_grad]
@@ -586,21 +587,13 @@ class ShardedUnit:
 
         Writes that torch does not see, such as those of ``shard.data``, change none.
         """
-        noted = self._noted_versions  # read once: a call of another thread may end now
+        noted = self.noted_versions  # read once: a call of another thread may end now
         if noted is not None:
             return noted
         versions = [*map(_torch.version_of, self.parameters)]  # not moved by writes through `data` or `shards`
         for owned in self.owned:
             versions += owned.versions()
         return versions
-
-    def note_versions(self) -> None:
-        """Notes `versions` for a call or a pass. Until `forget_versions`, no parameter may change."""
-        self._noted_versions = None
-        self._noted_versions = self.versions()
-
-    def forget_versions(self) -> None:
-        self._noted_versions = None
 
     def refuse_changed(self, versions: list[int]) -> None:
         """Raises if a parameter has changed since a forward, in which `versions` returned these."""
