@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import _torch
-from dataparallel.autograd.node import Node, OneNode
+from dataparallel.autograd.node import OneNode
 from dataparallel.batches.structures import Written, children_of, container_of, entries_of, tensors_in
-from dataparallel.comm.kinds import alias
 from dataparallel.comm.streams.current import memory_of
 from dataparallel.replica_parameter import ReplicaParameter
 from dataparallel.replicas.plan import UNIT_MODULE
@@ -100,16 +99,16 @@ class UnitModule(Registries):
             )
         args, kwargs = unit.precision.of_inputs((args, kwargs))
         call = ModuleCall(self)
-        args, kwargs, inputs = call.begin_forward(args, kwargs)
-        self.is_running = True
+        slot_unit.use(self.root_call.ready, self)
         try:
-            output = function(*args, **kwargs)
-        except BaseException:
-            slot_unit.end_use()
-            raise
+            args, kwargs, inputs = call.begin_forward(args, kwargs)
+            self.is_running = True
+            output = unit.precision.of_outputs(function(*args, **kwargs))
+            output = with_own_memory(output, (args, kwargs), slot_unit.flats)
         finally:
             self.is_running = False
-        return call.end_forward(unit.precision.of_outputs(output), (args, kwargs), inputs)
+            slot_unit.end_use()
+        return call.end_forward(output, (args, kwargs), inputs)
 
     # ---- captured graphs ---------------------------------------------------------------------------------------------
 
@@ -155,25 +154,20 @@ class ModuleCall:
     def begin_forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], InputNodes]:
-        """Makes the parameters full, and starts the gathers of the units that come next. Returns the arguments."""
+        """Starts the gathers of the units that come next. Returns the arguments, some of which are nodes' outputs."""
         slot_unit = self._slot_unit
-        slot_unit.use(self._root_call.ready, self._module)
-        try:
-            if not self._is_recomputation:
-                self._versions = self._root_call.begin_unit(self._unit, slot_unit.slot)
-            if not torch.is_grad_enabled():
-                return args, kwargs, InputNodes(slot_unit.device, self.end_backward, ())
-            if self._is_recomputation:
-                slot_unit.is_in_backward = True  # the parameters stay, because the call's own backward follows
-            needing = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-            inputs = InputNodes(slot_unit.device, self.end_backward, needing)
-            self._needs_gradients = bool(slot_unit.unit.trainable or needing)
-            args, kwargs = inputs.pass_on(args), {name: inputs.pass_on(value) for name, value in kwargs.items()}
-            self._has_input_nodes = bool(inputs.by_id)
-            return args, kwargs, inputs
-        except BaseException:  # for example, a device has no memory for a gather ahead
-            slot_unit.end_use()
-            raise
+        if not self._is_recomputation:
+            self._versions = self._root_call.begin_unit(self._unit, slot_unit.slot)
+        if not torch.is_grad_enabled():
+            return args, kwargs, InputNodes(slot_unit.device, self.end_backward, ())
+        if self._is_recomputation:
+            slot_unit.is_in_backward = True  # the parameters stay, because the call's own backward follows
+        needing = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        inputs = InputNodes(slot_unit.device, self.end_backward, needing)
+        self._needs_gradients = bool(self._unit.trainable or needing)
+        args, kwargs = inputs.pass_on(args), {name: inputs.pass_on(value) for name, value in kwargs.items()}
+        self._has_input_nodes = bool(inputs.by_id)
+        return args, kwargs, inputs
 
     def end_forward(self, output: Any, given: Any, inputs: InputNodes) -> Any:
         """Watches the gradients of the output, and frees the parameters unless they stay.
@@ -181,10 +175,6 @@ class ModuleCall:
         Returns the output, in whose graph the call is one node if it needs to be. ``given``: the call's arguments.
         """
         slot_unit = self._slot_unit
-        try:
-            output = with_own_memory(output, given, slot_unit.flats)
-        finally:
-            slot_unit.end_use()
         if not self._is_recomputation:
             self._position = self._root_call.end_unit(self._unit, slot_unit.slot)
         output, is_recorded = inputs.hand_back(output, given), torch.is_grad_enabled()
@@ -226,7 +216,8 @@ class ModuleCall:
         if slot_unit.is_full:
             slot_unit.show_in(self._module)
 
-    def end_backward(self) -> None:
+    @_torch.not_traced
+    def end_backward(self, grads: object) -> None:
         """Frees the unit, unless another call needs it: no node of this call is left to run."""
         self._slot_unit.end_backward(self)
 
@@ -325,7 +316,7 @@ def before_gradient(tensor: Tensor, function: Callable[[], None]) -> None:
 class InputNodes:
     """The inputs of a call that need gradients. Inside of the call each is the output of a node, on the same memory.
 
-    A node's backward calls ``at_end``. The nodes are made before all other nodes of the call, and the engine's thread
+    A node calls ``at_end`` when it runs. The nodes are made before all other nodes of the call, and the engine's thread
     of a device runs ready nodes from the last made to the first. So when one of them runs, no other node of the call is
     left to run there, also where the same tensor goes to later calls, whose gradients are still missing.
 
@@ -333,7 +324,7 @@ class InputNodes:
     ``Tensor``, sparse, or on another device than the slot's.
     """
 
-    def __init__(self, device: torch.device, at_end: Callable[[], None], needing: Sequence[Tensor]) -> None:
+    def __init__(self, device: torch.device, at_end: Callable[[Any], None], needing: Sequence[Tensor]) -> None:
         self._device, self._at_end = device, at_end
         self.by_id: dict[int, tuple[Tensor, Tensor, Any]] = {}  # the input, the node's output, the node
         self._makers = {id(tensor): (tensor, tensor.grad_fn) for tensor in needing}  # of all inputs that need gradients
@@ -359,7 +350,8 @@ class InputNodes:
         if not is_plain or not obj.requires_grad:
             return obj
         if id(obj) not in self.by_id:
-            passed = _InputNode.apply(self._at_end, obj)
+            (passed,) = OneNode.apply(obj)
+            passed.grad_fn.register_prehook(self._at_end)
             self.by_id[id(obj)] = obj, passed, passed.grad_fn
         return self.by_id[id(obj)][1]
 
@@ -377,16 +369,3 @@ class InputNodes:
             return output
         originals = {id(passed): tensor for tensor, passed, _ in self.by_id.values()}
         return _replaced(output, originals, {id(part): part for part in _parts(given)})
-
-
-class _InputNode(Node):
-    @staticmethod
-    def forward(ctx: Any, at_end: Callable[[], None], tensor: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.at_end = at_end
-        return alias(tensor, 0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None]:
-        ctx.at_end()
-        return None, grad

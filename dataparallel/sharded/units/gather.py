@@ -138,6 +138,7 @@ class PullSource:
         self._owned = [(owned, unit.precision.on_slots(owned.dtype)) for owned in unit.owned]
         self._owners, self._streams, self._pulls = unit.slots, unit.streams, pulls
         self.layouts = [owned.layout for owned in unit.owned]
+        self.slots: set[int] = set()  # those that have pulled, or will
         self._lock = threading.Lock()
         self._copies: list[list[Tensor]] | None = None
         self._ready: dict[torch.device, Event] = {}
@@ -308,7 +309,6 @@ class UnitSources:
         self._kept: dict[int, SourceOfPieces] = {}  # by slot
         self._layouts: dict[int, list[Layout]] = {}  # of the pieces of each dtype, by the size of the group
         self._rounds: list[PullSource] = []
-        self._number_of_gathers = [0] * len(unit.slots)  # of each slot, since the rounds began
         self._pulls = len(unit.slots)  # how many slots pull in a round
         self._lane: Lane | None = None  # of the last tree that has called the unit
 
@@ -331,21 +331,20 @@ class UnitSources:
         if kept is not None and kept.is_complete and kept.versions == self._unit.versions():
             return kept
         with self._lock:
-            number = self._number_of_gathers[slot]
-            self._number_of_gathers[slot] += 1
-            if number == len(self._rounds):
+            source = next((each for each in self._rounds if slot not in each.slots), None)
+            if source is None:
                 source = PullSource(self._unit, self._pulls)
                 if self._unit.gathers is not None:
                     source.send(self._unit.name, self._lane or self._unit.gathers, ready)
                 self._rounds.append(source)
-            return self._rounds[number]
+            source.slots.add(slot)
+            return source
 
     def renew(self, pulls: int | None = None) -> None:
         """Drops all rounds, so that shards are cast or sent again for the next ``pulls`` slots, by default for all."""
-        slots = len(self._unit.slots)
         with self._lock:
-            rounds, self._rounds, self._number_of_gathers = self._rounds, [], [0] * slots
-            self._pulls = slots if pulls is None else pulls
+            rounds, self._rounds = self._rounds, []
+            self._pulls = len(self._unit.slots) if pulls is None else pulls
         for source in rounds:
             source.drop()
 
