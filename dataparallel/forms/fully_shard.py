@@ -217,7 +217,7 @@ def _begin(modules: list[nn.Module], state: FullyShardState) -> None:
         from dataparallel.machines.start import send_values
 
         named = {name: p for name, p in before if state.manages(p)} | _buffers(modules)
-        # Tensors on meta have no values yet: ``units.over_machines`` sends them later.
+        # Tensors on meta have no values yet: ``units.tree`` sends them later.
         send_values(state.machines.lane, {name: tensor for name, tensor in named.items() if not tensor.is_meta})
     state.shard()
     after = dict(own_parameters(modules))

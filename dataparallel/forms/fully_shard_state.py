@@ -30,9 +30,8 @@ from dataparallel.replicas.plan import FORM_ATTRIBUTE, TwinInfo
 from dataparallel.sharded.distribute import distribute_tensor
 from dataparallel.sharded.placements import Owners, Shard
 from dataparallel.sharded.tensor import ShardedTensor
-from dataparallel.sharded.units.buffers import Precision
-from dataparallel.sharded.units.tree import Tree
-from dataparallel.sharded.units.unit import Unit
+from dataparallel.sharded.units.tree import Tree, Unit
+from dataparallel.sharded.units.unit import Precision
 from dataparallel.threads.settings import refuse_what_cannot_be_shared
 
 if TYPE_CHECKING:

@@ -24,9 +24,8 @@ from dataparallel.replicas.plan import UNIT_MODULE, ModulePlan, names_of
 from dataparallel.replicas.references import Rebinding, reached
 from dataparallel.replicas.replicate import Copies
 from dataparallel.replicas.stamp import kinds_of
-from dataparallel.sharded.units.calls import UnitModule
-from dataparallel.sharded.units.tree import RootCall
-from dataparallel.sharded.units.unit import Unit
+from dataparallel.sharded.units.bindings import UnitModule
+from dataparallel.sharded.units.tree import RootCall, Unit
 
 
 class UnitTensors(TensorStore):

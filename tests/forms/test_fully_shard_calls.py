@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from at_once import in_threads
 from dataparallel.composable import CPUOffloadPolicy, fully_shard, replicate
 from dataparallel.sharded import ShardedTensor
-from dataparallel.sharded.units.calls import ModuleCall
+from dataparallel.sharded.units.bindings import ModuleCall
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from freed_later import freed_later

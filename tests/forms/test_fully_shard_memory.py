@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dataparallel import comm
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
-from dataparallel.sharded.units import tree
+from dataparallel.sharded.units import backward
 from freed_later import freed_later
 from memory import allocated, nbytes
 from selection import others_long
@@ -226,8 +226,8 @@ def bound(slots: int, weights: int, gradients: int = 2 * UNIT) -> int:
 )
 def test_a_step_needs_at_most_two_units_of_weights_and_two_of_gradients(way, lags, slots, root, monkeypatch):
     """Beside the shards, also where one slot takes longer than others: these do not run ahead."""
-    assert tree._PATIENCE > LAG
-    monkeypatch.setattr(tree, "_PATIENCE", 30.0)  # a busy machine may take longer than a slot lags
+    assert backward._PATIENCE > LAG
+    monkeypatch.setattr(backward, "_PATIENCE", 30.0)  # a busy machine may take longer than a slot lags
     before = allocated(slots)
     options: dict[str, Any] = {
         "no reshard": {"reshard_after_forward": False},
@@ -305,7 +305,7 @@ class Returns(Deep):
 @pytest.mark.parametrize("make", [Shares, Returns])
 def test_gradients_that_reach_all_units_do_not_keep_them_full(make, slots, root, monkeypatch):
     """That of a shared tensor is complete only when the backward of the first unit has run."""
-    monkeypatch.setattr(tree, "_PATIENCE", 30.0)
+    monkeypatch.setattr(backward, "_PATIENCE", 30.0)
     before = allocated(slots)
     training = Training(slots, make())
     before[0] += training.x.nbytes
@@ -348,7 +348,7 @@ def steps_of(model: nn.Module, x: Tensor) -> list[float]:
 @pytest.mark.slots(4)
 def test_a_model_that_does_not_fit_on_one_device_trains_on_four(slots, root, monkeypatch):
     """One device has room for a step's shards and units, which is less than for the training on one device."""
-    monkeypatch.setattr(tree, "_PATIENCE", 30.0)  # on a busy machine a slot may lag
+    monkeypatch.setattr(backward, "_PATIENCE", 30.0)  # on a busy machine a slot may lag
 
     def model_with_values() -> nn.Module:
         return deep(12).double()  # the losses go up and down so much that float32 is not enough to compare them

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.sharded.units.gather import SlotUnit
-from dataparallel.sharded.units.sharded_unit import ShardedUnit
-from dataparallel.sharded.units.tree import RootCall
-from dataparallel.sharded.units.unit import Unit
+from dataparallel.sharded.units.tree import RootCall, Unit
+from dataparallel.sharded.units.unit import ShardedUnit
 from dataparallel.testing.cases import seeded, sgd
 from sharded_steps import on_device, sharded
 

@@ -20,7 +20,7 @@ from dataparallel import comm
 from dataparallel.comm.streams.current import current_streams, streams_joined, streams_set
 from dataparallel.comm.transport_choice import why_no_tables
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
-from dataparallel.sharded.units.gradients import UnitGradients
+from dataparallel.sharded.units.backward import UnitGradients
 from left_out import guards_in, left_out
 from nogpu.pytest import settle
 
@@ -273,18 +273,17 @@ def fail(net: Net, x: Tensor, slots: list) -> None:
 
 
 BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
-    "gradients.py:UnitGradients._packed:Event:1": (training, "race: sum_float32 reads"),
-    "gradients.py:UnitGradients._take:release_deliveries:1": (training, "freed too early: .*sum_float32, which reads"),
-    "gradients.py:UnitGradients.deliver:streams_joined:1": (a_graph_older_than_its_pass, "race: sum_float32 reads"),
-    "gradients.py:UnitGradients._empty_delivery:Event:1": (fewer_slots, "race: "),
-    "gradients.py:UnitGradients.add_up:Event:1": (a_sum_that_fails, "freed too early: "),
-    "gradients.py:UnitGradients.add_up:wait_for:1": (training, "race: sum_float32 reads"),
-    "gradients.py:UnitGradients.add_up:wait_for:2": (a_sum_that_fails, "freed too early: "),
-    "sharded_unit.py:TreeStreams.note_casts:Event:1": (training_in_bfloat16, "race: copy_many reads"),
+    "backward.py:UnitGradients._delivery:Event:1": (training, "race: sum_float32 reads"),
+    "backward.py:UnitGradients.deliver:release_deliveries:1": (training, "freed too early: .*sum_float32, which reads"),
+    "backward.py:UnitGradients.deliver:streams_joined:1": (a_graph_older_than_its_pass, "race: sum_float32 reads"),
+    "backward.py:UnitGradients.add_up:Event:1": (a_sum_that_fails, "freed too early: "),
+    "backward.py:UnitGradients.add_up:wait_for:1": (training, "race: sum_float32 reads"),
+    "backward.py:UnitGradients.add_up:wait_for:2": (a_sum_that_fails, "freed too early: "),
+    "unit.py:TreeStreams.note_casts:Event:1": (training_in_bfloat16, "race: copy_many reads"),
     "gather.py:PullSource._copying:make_wait:1": (training_in_bfloat16, "race: "),
     "gather.py:PullSource._let_go:wait_for:1": (training_in_bfloat16, "freed too early: .*copy_many, which reads"),
-    "sharded_unit.py:TreeStreams.now:Event:1": (unshard_and_reshard, "race: copy_many reads"),
-    "sharded_unit.py:TreeStreams.after_pulls:Event:1": (inference, "race: .*copy_many, which reads"),
+    "tree.py:Unit.start_unshard:Event:1": (unshard_and_reshard, "race: copy_many reads"),
+    "unit.py:TreeStreams.make_owners_wait:Event:1": (inference, "race: .*copy_many, which reads"),
     "gather.py:SourceOfPieces.keep:Event:1": (a_loss_of_one_slot, "race: copy_many reads"),
     "gather.py:SourceOfPieces.end_pull:make_wait:1": (training_in_twos, "freed too early: .*copy_many"),
     "gather.py:SlotUnit._allocate_for_kernels:make_wait:1": (training, "race: copy_many writes"),
@@ -297,14 +296,17 @@ BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
     "gather.py:SlotUnit.free:Event:1": (use_on_other_streams, "freed too early: "),
     "gather.py:SlotUnit.free:wait_for:1": (use_on_other_streams, "freed too early: "),
     "gather.py:SlotUnit.free:wait_for:2": (unshard_in_vain, "freed too early: .*copy_many, which writes"),
-    "gradients.py:SumsOfPass._make_computing_wait:wait_for:1": (training, "sum_float32|_foreach_add_"),
-    "gradients.py:SumsOfPass.drop_all:_make_computing_wait:1": (a_model_that_fails, "freed too early: "),
-    "gradients.py:SumsOfPass.make_callers_wait:Event:1": (streams_that_change, "race: "),
-    "gradients.py:SumsOfPass.make_callers_wait:wait_for:1": (streams_that_change, "race: "),
-    "gradients.py:SumsOfPass.note_sums:Event:1": (training, "sum_float32|_foreach_add_"),
-    "gradients.py:SumsOfPass.release_deliveries:make_wait:1": (training, "freed too early: .*sum_float32, which reads"),
-    "gradients.py:SumsOfPass.wait_for_sums:_make_computing_wait:1": (training, "sum_float32|_foreach_add_"),
-    "sharded_unit.py:TreeStreams.make_owners_wait:wait_for:1": (inference, "race: .*copy_many, which reads"),
+    "backward.py:BackwardPass._make_computing_wait:wait_for:1": (training, "sum_float32|_foreach_add_"),
+    "backward.py:BackwardPass.drop:_make_computing_wait:1": (a_model_that_fails, "freed too early: "),
+    "backward.py:BackwardPass.make_callers_wait:Event:1": (streams_that_change, "race: "),
+    "backward.py:BackwardPass.make_callers_wait:wait_for:1": (streams_that_change, "race: "),
+    "backward.py:BackwardPass.note_sums:Event:1": (training, "sum_float32|_foreach_add_"),
+    "backward.py:BackwardPass.release_deliveries:make_wait:1": (
+        training,
+        "freed too early: .*sum_float32, which reads",
+    ),
+    "backward.py:BackwardPass.wait_for_sums:_make_computing_wait:1": (training, "sum_float32|_foreach_add_"),
+    "unit.py:TreeStreams.make_owners_wait:wait_for:1": (inference, "race: .*copy_many, which reads"),
     "tree.py:Tree._wait_for_optimizer:wait_for:1": (an_event_after_other_shards, "race: "),
     "tree.py:Tree.take_post_optim_event:GivenEvents:1": (an_event_after_the_optimizer, "race: copy_many reads"),
     "meeting of calls": (training, "race: copy_many reads"),
@@ -316,7 +318,7 @@ BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
 """For each guard a situation that needs it, and what the clocks say without it."""
 
 BY_COPIES: dict[str, tuple[Callable[[list], None], str]] = {
-    "gradients.py:UnitGradients._packed:Event:1": (training, "race: "),
+    "backward.py:UnitGradients._delivery:Event:1": (fewer_slots, "race: "),
     "gather.py:SlotUnit._fill:Event:1": (training, "freed too early: "),
     "gather.py:SlotUnit._fill:wait_for:2": (training, "freed too early: "),
     "gather.py:SlotUnit._pull:make_wait:1": (training_in_bfloat16, "race: "),
@@ -326,22 +328,22 @@ BY_COPIES: dict[str, tuple[Callable[[list], None], str]] = {
 
 ELSEWHERE = {
     "tree.py:RootCall.gather_for_backward:make_wait:1",  # an order of launches: it costs time, and no value
-    "gradients.py:UnitGradients._empty_delivery:release_deliveries:1",  # as for an owner that has delivered
-    "gradients.py:SumsOfPass.wait_for_sums:synchronize:1",  # the host adds: tests/sharded/units/test_gradients.py
-    "sharded_unit.py:wait_for:make_wait:1",  # each use of it is a guard
-    *(f"sharded_unit.py:TreeStreams.meet:{call}:1" for call in ("wait_for", "Event")),  # each purpose is one
+    "backward.py:UnitGradients._empty_delivery:release_deliveries:1",  # as for an owner that has delivered
+    "backward.py:BackwardPass.wait_for_sums:synchronize:1",  # the host adds: tests/sharded/units/test_backward.py
+    "unit.py:wait_for:make_wait:1",  # each use of it is a guard
+    *(f"unit.py:TreeStreams.meet:{call}:1" for call in ("wait_for", "Event")),  # each purpose is one
 }
 
-GUARDS = {name: guard for name, guard in guards_in("sharded/units/").items() if "over_machines" not in name}
+GUARDS = {name: guard for name, guard in guards_in("sharded/units/").items() if "OverMachines" not in name}
 
 
 HELD = {
     "gather.py:SourceOfPieces.end_pull:make_wait:1",
-    "gradients.py:UnitGradients._take:release_deliveries:1",
+    "backward.py:UnitGradients.deliver:release_deliveries:1",
     "gather.py:SlotUnit._fill:Event:1",
     "gather.py:SlotUnit._fill:wait_for:2",
-    "gradients.py:SumsOfPass.drop_all:_make_computing_wait:1",
-    "gradients.py:SumsOfPass.release_deliveries:make_wait:1",
+    "backward.py:BackwardPass.drop:_make_computing_wait:1",
+    "backward.py:BackwardPass.release_deliveries:make_wait:1",
 }
 """Guards of memory alone, which on CUDA is held until the host knows that peers are done (``comm.streams.held``)."""
 
@@ -351,7 +353,7 @@ def expect_without(name: str, situation: Callable[[list], None], found: str, slo
         pytest.skip("the memory is held")
     guard, purpose = GUARDS.get(name), None
     if guard is None:
-        guard, purpose = GUARDS["sharded_unit.py:TreeStreams.meet:wait_for:1"], name.removeprefix("meeting of ")
+        guard, purpose = GUARDS["unit.py:TreeStreams.meet:wait_for:1"], name.removeprefix("meeting of ")
 
     def run() -> None:
         situation(slots)

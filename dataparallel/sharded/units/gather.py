@@ -1,11 +1,10 @@
 """`SlotUnit` gathers the full parameters of one unit on one slot before they are used, and frees them afterwards.
 
-The parameters are the same tensors for the whole life of the unit; only their memory comes and goes. So tensors that
-autograd saved in forward have their values again once the unit is gathered in backward.
+The parameters are the same tensors for the whole life of the unit; only their memory comes and goes (`FullBuffer`). So
+tensors that autograd saved in forward have their values again once the unit is gathered in backward.
 
-A slot pulls from a source: `PullSource` has the shards of all owners, `SourceOverMachines` all-gathers them over
-processes first, and with ``reshard_after_forward=k`` `SourceOfPieces` has what slots keep between forward and backward.
-`UnitSources` says which.
+A slot pulls from a source, and `UnitSources` says from which: `PullSource` has the shards of all owners, and with
+``reshard_after_forward=k`` `SourceOfPieces` has what slots keep between forward and backward.
 """
 
 from __future__ import annotations
@@ -13,24 +12,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum, auto
-from itertools import chain
 from operator import gt
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
-from dataparallel import _torch
+from dataparallel import _torch, comm
 from dataparallel.comm import settings
+from dataparallel.comm.kernels import DeviceTable
 from dataparallel.comm.streams.current import Event, current_streams, streams_set
 from dataparallel.comm.streams.held import hold
 from dataparallel.devices import CPU
 from dataparallel.profiling import stage
 from dataparallel.replica_parameter import ReplicaParameter
+from dataparallel.replicas.stamp import layouts_of
 from dataparallel.sharded.placements import rows_of_shards
-from dataparallel.sharded.units.buffers import FullBuffer, Layout, PeerTables, naming_out_of_memory
-from dataparallel.sharded.units.sharded_unit import OwnedShards, Registries, ShardedUnit, TreeStreams, wait_for
+from dataparallel.sharded.units.unit import (
+    Layout,
+    OwnedShards,
+    PeerTables,
+    Registries,
+    ShardedUnit,
+    contiguous,
+    naming_out_of_memory,
+    wait_for,
+)
 from dataparallel.weak_members import WeakMembers
 
 if TYPE_CHECKING:
@@ -38,48 +45,142 @@ if TYPE_CHECKING:
     from dataparallel.machines.lanes import Lane, Machines
 
 
-class PullSource:
-    """The tensors that slots pull in one round of gathers: flat shards in the slots' dtype, on the owners' devices.
-
-    Any thread may use it. Flat shards with this dtype and device are pulled as they are. Otherwise the first slot has
-    copies made, on the casting streams, which own them, and the last of ``pulls`` slots drops the copies.
+class FullBuffer:
+    """The full parameters of one dtype on one slot, whose storage has no bytes at first.
 
     Attributes:
-        layout: of the pieces.
-        is_under_way: other machines have begun to send, and a thread that pulls waits for them.
+        tensors: the parameters, views of one ``storage``. Reading them while it has no bytes crashes the process.
+        buffer: all of it.
+        gathered: the matrix that has arrived, in the layout of its pieces, until `fill` copies from it; or ``None``.
+        nbytes: the size of the memory, while there is some.
+    """
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        self.buffer = torch.empty(layout.owners * layout.numel, dtype=dtype, device=device)
+        self.storage = self.buffer.untyped_storage()
+        self.nbytes = self.storage.nbytes()
+        self.tensors: list[Tensor] = []
+        for columns, offset in zip(layout.columns, layout.full_offsets, strict=True):
+            tensor = torch.empty(0, dtype=dtype, device=device)
+            self.tensors.append(tensor.set_(self.storage, offset, columns.shape, contiguous(columns.shape)))
+        self._memory = [tensor.data for tensor in self.tensors]
+        self._versions: tuple[int, ...] = ()
+        self._is_filled = True
+        self.gathered: tuple[Tensor, Layout] | None = None
+        self.free()
+
+    def pull(self, pieces: Sequence[Tensor], first: int, layout: Layout) -> None:
+        """Copies the pieces into a new matrix. Begins with piece ``first``, so that slots pull from distinct owners."""
+        matrix = self.buffer.new_empty(layout.owners, layout.numel)
+        rows = matrix if len(matrix) == len(pieces) else matrix.view(len(pieces), -1)  # several for a piece of machines
+        order = [(first + i) % len(pieces) for i in range(len(pieces))]
+        comm.copy_each([rows[i] for i in order], [pieces[i] for i in order])
+        self.gathered = matrix, layout
+
+    def pull_by(self, table: DeviceTable, pieces: Sequence[Tensor], layout: Layout) -> None:
+        """Has a kernel pull the pieces straight into the buffer, which `allocate` has given memory."""
+        table.launch([*pieces, self.buffer])
+        layout.join_parts(self.buffer)
+
+    def allocate(self) -> None:
+        """Gives the parameters memory, unless they have some. `fill` gives them values."""
+        if self.storage.nbytes() != self.nbytes:
+            self.storage.resize_(self.nbytes)
+
+    def fill(self) -> Tensor | None:
+        """Completes the parameters, and returns the matrix ``gathered``, which is not kept, if they came in one."""
+        self.allocate()
+        if self._versions:
+            _torch.set_versions(tuple(self.tensors), self._versions)
+        self._is_filled = True
+        if self.gathered is None:  # the values are in the buffer
+            return None
+        (matrix, layout), self.gathered = self.gathered, None
+        layout.copy_out(matrix, self.buffer)
+        return matrix
+
+    def free(self, keeps_memory: bool = False) -> None:
+        """Frees the memory, or only the values in it, and any memory that ``forward`` has given to a parameter instead.
+
+        A backward that reads the parameters now raises, because their versions have moved.
+        """
+        if self._is_filled:
+            if layouts_of(self.tensors) != layouts_of(self._memory):
+                for tensor, memory in zip(self.tensors, self._memory, strict=True):
+                    tensor.data = memory
+            self._versions = tuple(map(_torch.version_of, self.tensors))
+            torch.autograd.graph.increment_version(self.tensors)
+        if not keeps_memory:
+            self.storage.resize_(0)
+        self._is_filled = False
+
+
+Pieces: TypeAlias = "tuple[list[list[Tensor]], list[tuple[torch.device, Event]]]"
+"""What a slot pulls: for each dtype a piece of each owner; and devices with events before reads of pieces there."""
+
+
+class PullSource:
+    """What slots pull in one round of gathers: flat shards in the slots' dtypes, on the owners' devices.
+
+    Any thread may use it. Flat shards with this dtype and device are pulled as they are. Otherwise the first slot has
+    copies made, on the casting streams, which own them, and the last of ``pulls`` slots drops the copies. Over machines
+    such a copy has an owner's shards of all machines, one after the other: `send` launches the all-gather.
+
+    Attributes:
+        layouts: of the pieces of each dtype.
+        is_under_way: machines have begun to send, and a thread that pulls waits for them.
     """
 
     is_under_way = False
 
-    def __init__(self, owned: OwnedShards, dtype: torch.dtype, streams: TreeStreams, pulls: int) -> None:
-        self._owned, self._pulls, self._dtype, self._streams = owned, pulls, dtype, streams
-        self.layout = owned.layout
+    def __init__(self, unit: ShardedUnit, pulls: int) -> None:
+        self._owned = [(owned, unit.precision.on_slots(owned.dtype)) for owned in unit.owned]
+        self._owners, self._streams, self._pulls = unit.slots, unit.streams, pulls
+        self.layouts = [owned.layout for owned in unit.owned]
+        self.slots: set[int] = set()  # those that have pulled, or will
         self._lock = threading.Lock()
-        self._copies: list[Tensor] | None = None
+        self._copies: list[list[Tensor]] | None = None
         self._ready: dict[torch.device, Event] = {}
         self._reads: list[Event] = []
+        self._launched: list[Sequence[Result]] = []
 
-    @property
-    def is_plain(self) -> bool:
-        """True if slots pull the flat shards themselves."""
-        return self._dtype == self._owned.dtype and all(
-            flat.device == owner for flat, owner in zip(self._owned.flats, self._owned.owners, strict=True)
-        )
+    def send(self, unit: str, lane: Lane, ready: Mapping[torch.device, Event]) -> None:
+        """Launches the all-gather. ``ready``: for each device an event after which its shards may be read."""
+        from dataparallel.machines.collectives import stage
 
-    def pieces(
-        self, slot: int, ready: Mapping[torch.device, Event]
-    ) -> tuple[list[Tensor], list[tuple[torch.device, Event]]]:
-        """Returns for each owner its piece, and devices with events after which pieces there may be read.
+        size = lane.machines.size
+        with self._copying(ready):
+            staged = [
+                [
+                    stage(lane.machines, _cast(lane.machines, flat, owner, dtype), size * flat.numel())
+                    for flat, owner in zip(owned.flats, self._owners, strict=True)
+                ]
+                for owned, dtype in self._owned
+            ]
+        for (owned, dtype), shards in zip(self._owned, staged, strict=True):
+            what = [f"the parameters of {unit!r} for {owner}" for owner in self._owners]
+            text = f"gather\n{len(shards)} x {owned.layout.numel} {dtype} of {unit!r}"
+            self._launched.append(lane.launch("gather", what, [shard.all_gather for shard in shards], text))
+        self.is_under_way = True
 
-        Call `end_pull` after the reads, also if they fail.
+    def pieces(self, slot: int, ready: Mapping[torch.device, Event]) -> Pieces:
+        """Returns what a slot pulls. Over machines the thread waits for their shards, or raises.
+
+        Call `end_pull` after the reads, also if they fail. ``ready``: for each device an event before reads of shards.
         """
-        if self.is_plain:
-            return self._owned.flats, []
+        if not self.is_under_way and all(self._is_plain(*each) for each in self._owned):
+            return [owned.flats for owned, _ in self._owned], []
         with self._lock:
             if self._copies is None:
-                with self._copying(ready):
+                with self._copying({} if self.is_under_way else ready):
                     self._copies = self._copy()
             return self._copies, [*self._ready.items()]
+
+    def _is_plain(self, owned: OwnedShards, dtype: torch.dtype) -> bool:
+        """True if slots pull the flat shards themselves."""
+        flats = zip(owned.flats, self._owners, strict=True)
+        return dtype == owned.dtype and all(flat.device == owner for flat, owner in flats)
 
     @contextmanager
     def _copying(self, ready: Mapping[torch.device, Event]) -> Iterator[None]:
@@ -95,11 +196,16 @@ class PullSource:
             joined = self._streams.meet("casts", ends.values())
             self._ready = {} if joined is None else dict.fromkeys(ends, joined)
 
-    def _copy(self) -> list[Tensor]:
-        # A piece is sent before it is cast: a cast on the host would hold up this thread.
+    def _copy(self) -> list[list[Tensor]]:
+        def sent(flats: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
+            # A piece is sent before it is cast: a cast on the host would hold up this thread.
+            return [flat.to(o, non_blocking=True).to(dtype) for flat, o in zip(flats, self._owners, strict=True)]
+
+        if self.is_under_way:
+            found = zip(self._launched, self._owned, strict=True)
+            return [sent((each.wait() for each in launched), dtype) for launched, (_, dtype) in found]
         return [
-            flat.to(owner, non_blocking=True).to(self._dtype)
-            for flat, owner in zip(self._owned.flats, self._owned.owners, strict=True)
+            owned.flats if self._is_plain(owned, dtype) else sent(owned.flats, dtype) for owned, dtype in self._owned
         ]
 
     def end_pull(self, slot: int, readers: Sequence[Event]) -> None:
@@ -122,99 +228,63 @@ class PullSource:
         self._reads, self._copies = [], None
 
 
-class SourceOverMachines(PullSource):
-    """The tensors that slots pull: for each owner its shards of all machines, one after the other."""
-
-    is_under_way = True
-    _launched: Sequence[Result] = ()
-
-    @property
-    def is_plain(self) -> bool:
-        """Always false: slots pull copies, which have the shards of other machines."""
-        return False
-
-    def send(self, unit: str, lane: Lane, ready: Mapping[torch.device, Event]) -> None:
-        """Launches the all-gather. ``ready``: for each device an event after which its shards may be read."""
-        from dataparallel.machines.collectives import stage
-
-        machines, owned = lane.machines, self._owned
-        with self._copying(ready):
-            flats = [self._cast(machines, *each) for each in zip(owned.flats, owned.owners, strict=True)]
-            staged = [stage(machines, flat, machines.size * flat.numel()) for flat in flats]
-        self._launched = lane.launch(
-            "gather",
-            [f"the parameters of {unit!r} for {owner}" for owner in owned.owners],
-            [shard.all_gather for shard in staged],
-            f"gather\n{len(staged)} x {owned.layout.numel} {self._dtype} of {unit!r}",
-        )
-
-    def _cast(self, machines: Machines, flat: Tensor, owner: torch.device) -> Tensor:
-        if flat.device != owner and owner != CPU and not machines.is_nccl(owner):
-            return flat.to(self._dtype)  # stays in host memory, and is sent from there
-        return flat.to(owner, non_blocking=True).to(self._dtype)
-
-    def pieces(
-        self, slot: int, ready: Mapping[torch.device, Event]
-    ) -> tuple[list[Tensor], list[tuple[torch.device, Event]]]:
-        """See `PullSource.pieces`. The calling thread waits until the shards of all machines are there, or raises."""
-        return super().pieces(slot, {})
-
-    def _copy(self) -> list[Tensor]:
-        return [
-            launched.wait().to(owner, non_blocking=True)
-            for launched, owner in zip(self._launched, self._owned.owners, strict=True)
-        ]
+def _cast(machines: Machines, flat: Tensor, owner: torch.device, dtype: torch.dtype) -> Tensor:
+    if flat.device != owner and owner != CPU and not machines.is_nccl(owner):
+        return flat.to(dtype)  # stays in host memory, and is sent from there
+    return flat.to(owner, non_blocking=True).to(dtype)
 
 
 class SourceOfPieces:
-    """The pieces of a group of slots, which make up the parameters of one dtype. Any thread may use it.
+    """The pieces of a group of slots, which make up the parameters of a unit. Any thread may use it.
 
-    Slots 0 to k - 1 are a group, the next k another, and so on. A slot's *piece* is the shard that it would own if the
-    parameters were sharded over its group. The computing stream that wrote a piece owns it. A piece is freed once all
-    slots of the group have read it, at the latest when the pass of backward ends.
+    Slots 0 to k - 1 are a group, the next k another, and so on. A slot's *piece* of a dtype is the shard that it would
+    own if the parameters were sharded over its group. The computing stream that wrote a piece owns it. A piece is freed
+    once all slots of the group have read it, at the latest when the pass of backward ends.
 
     Attributes:
-        layout: of the pieces, in the order of the slots.
+        layouts: of the pieces of each dtype, in the order of the slots.
         versions: of the parameters when their values were copied.
     """
 
     is_under_way = False
 
-    def __init__(self, owned: OwnedShards, layout: Layout, group: range, versions: list[int]) -> None:
-        self._cuts, self.layout, self.group, self.versions = owned.cuts, layout, group, versions
+    def __init__(self, unit: ShardedUnit, layouts: list[Layout], group: range, versions: list[int]) -> None:
+        self._unit, self.layouts, self.group, self.versions = unit, layouts, group, versions
         self._lock = threading.Lock()
-        self._pieces: dict[int, tuple[Tensor, torch.Stream | None, Event | None]] = {}  # with an event after the writes
+        # Pieces of each dtype, and an event after the writes.
+        self._pieces: dict[int, tuple[list[Tensor], torch.Stream | None, Event | None]] = {}
         self._unread = {*group}  # slots that have not launched their reads
-        self._reading: dict[int, list[tuple[Tensor, torch.Stream | None, Event | None]]] = {}  # by the reader's slot
+        self._reading: dict[int, list[tuple[list[Tensor], torch.Stream | None, Event | None]]] = {}  # by reader
 
     @property
     def is_complete(self) -> bool:
         return len(self._pieces) == len(self.group)
 
     def keep(self, slot: int, full: Sequence[Tensor], stream: torch.Stream | None) -> None:
-        """Copies the slot's piece out of its ``full`` parameters, on their computing stream, which is current."""
-        flat, number = full[0].new_empty(self.layout.numel), slot - self.group.start
-        cuts = zip(full, self._cuts, strict=True)
-        self.layout.pack(flat, [_part(tensor, cut.dim, number, len(self.group)) for tensor, cut in cuts], number)
-        self._pieces[slot] = flat, stream, None if stream is None else Event(stream)
+        """Copies the slot's pieces out of its ``full`` parameters, on their computing stream, which is current."""
+        number, flats = slot - self.group.start, []
+        for owned, layout in zip(self._unit.owned, self.layouts, strict=True):
+            flats.append(full[owned.positions[0]].new_empty(layout.numel))
+            cuts = zip(owned.positions, owned.cuts, strict=True)
+            layout.pack(flats[-1], [_part(full[i], cut.dim, number, len(self.group)) for i, cut in cuts], number)
+        self._pieces[slot] = flats, stream, None if stream is None else Event(stream)
 
     def drop(self, slot: int) -> None:
-        """Drops the slot's piece. A slot that reads it keeps it for so long."""
+        """Drops the slot's pieces. A slot that reads them keeps them for so long."""
         self._pieces.pop(slot, None)
 
-    def pieces(
-        self, slot: int, ready: Mapping[torch.device, Event]
-    ) -> tuple[list[Tensor], list[tuple[torch.device, Event]]]:
+    def pieces(self, slot: int, ready: Mapping[torch.device, Event]) -> Pieces:
         """See `PullSource.pieces`."""
-        self._reading[slot] = pieces = [self._pieces[member] for member in self.group]
-        written = [(flat.device, event) for flat, _, event in pieces if event is not None]
-        return [flat for flat, _, _ in pieces], written
+        self._reading[slot] = kept = [self._pieces[member] for member in self.group]
+        slots = zip(self.group, kept, strict=True)
+        written = [(self._unit.slots[member], event) for member, (_, _, event) in slots if event is not None]
+        return [[*pieces] for pieces in zip(*(flats for flats, _, _ in kept), strict=True)], written
 
     def end_pull(self, slot: int, readers: Sequence[Event]) -> None:
         """See `PullSource.end_pull`."""
-        for flat, stream, _ in self._reading.pop(slot):
+        for flats, stream, _ in self._reading.pop(slot):
             for read in readers:
-                if stream is not None and not hold([flat], read):
+                if stream is not None and not hold(flats, read):
                     read.make_wait(stream)
         with self._lock:
             self._unread.discard(slot)
@@ -230,20 +300,15 @@ def _part(full: Tensor, dim: int, number: int, parts: int) -> Tensor:
     return full.detach().narrow(dim, sum(rows[:number]), rows[number])
 
 
-Source: TypeAlias = "PullSource | SourceOfPieces"
-"""What a slot pulls its parameters of one dtype from."""
-
-
 class UnitSources:
     """What the slots pull one unit from, in a call or a pass of backward. Any thread may use it."""
 
     def __init__(self, unit: ShardedUnit) -> None:
         self._unit = unit
         self._lock = threading.Lock()
-        self._kept: dict[tuple[int, int], SourceOfPieces] = {}  # by the number of the dtype, and the slot
-        self._layouts: dict[tuple[int, int], Layout] = {}  # by the number of the dtype, and the size of the group
-        self._rounds: list[Sequence[PullSource]] = []
-        self._number_of_gathers = [0] * len(unit.slots)  # of each slot, since the rounds began
+        self._kept: dict[int, SourceOfPieces] = {}  # by slot
+        self._layouts: dict[int, list[Layout]] = {}  # of the pieces of each dtype, by the size of the group
+        self._rounds: list[PullSource] = []
         self._pulls = len(unit.slots)  # how many slots pull in a round
         self._lane: Lane | None = None  # of the last tree that has called the unit
 
@@ -255,48 +320,32 @@ class UnitSources:
         self._lane = lane or self._lane
         self.renew(slots)
 
-    def end(self) -> None:
-        """Ends it. Copies for slots that have not pulled are dropped."""
-        self.renew()
+    def source(self, slot: int, ready: Mapping[torch.device, Event]) -> PullSource | SourceOfPieces:
+        """Returns what the slot's next gather pulls from. In backward these are pieces, if there are all.
 
-    def sources(self, slot: int, ready: Mapping[torch.device, Event]) -> Sequence[Source]:
-        """Returns for each dtype what the slot's next gather pulls. In backward these are pieces, where there are some.
-
-        Otherwise they are the owners' shards. The first gathers of all slots have the same sources, their second ones
+        Otherwise they are the owners' shards. The first gathers of all slots have the same source, their second ones
         the next, and so on. So values are cast once for all slots, and all machines gather in one order, whichever of
         their slots comes first.
         """
-        if _torch.is_in_backward():
-            versions = self._unit.versions()
-            kept = [each for at in range(len(self._unit.owned)) if (each := self._kept.get((at, slot))) is not None]
-            complete = [each for each in kept if each.is_complete and each.versions == versions]
-            if complete and len(complete) == len(self._unit.owned):
-                return complete
+        kept = self._kept.get(slot) if _torch.is_in_backward() else None
+        if kept is not None and kept.is_complete and kept.versions == self._unit.versions():
+            return kept
         with self._lock:
-            number = self._number_of_gathers[slot]
-            self._number_of_gathers[slot] += 1
-            if number == len(self._rounds):
-                self._rounds.append(self._new_sources(ready))
-            return self._rounds[number]
-
-    def _new_sources(self, ready: Mapping[torch.device, Event]) -> Sequence[PullSource]:
-        unit = self._unit
-        of_owned = [(each, unit.precision.on_slots(each.dtype), unit.streams, self._pulls) for each in unit.owned]
-        if unit.machines is None or unit.machines.gathers is None:
-            return [PullSource(*each) for each in of_owned]
-        lane = self._lane or unit.machines.gathers
-        sources = [SourceOverMachines(*each) for each in of_owned]
-        for source in sources:
-            source.send(unit.name, lane, ready)
-        return sources
+            source = next((each for each in self._rounds if slot not in each.slots), None)
+            if source is None:
+                source = PullSource(self._unit, self._pulls)
+                if self._unit.gathers is not None:
+                    source.send(self._unit.name, self._lane or self._unit.gathers, ready)
+                self._rounds.append(source)
+            source.slots.add(slot)
+            return source
 
     def renew(self, pulls: int | None = None) -> None:
         """Drops all rounds, so that shards are cast or sent again for the next ``pulls`` slots, by default for all."""
-        slots = len(self._unit.slots)
         with self._lock:
-            rounds, self._rounds, self._number_of_gathers = self._rounds, [], [0] * slots
-            self._pulls = slots if pulls is None else pulls
-        for source in chain.from_iterable(rounds):
+            rounds, self._rounds = self._rounds, []
+            self._pulls = len(self._unit.slots) if pulls is None else pulls
+        for source in rounds:
             source.drop()
 
     def keep_pieces(
@@ -308,20 +357,21 @@ class UnitSources:
         """
         unit, first = self._unit, slot - slot % size
         group = range(first, first + size)
-        for at, owned in enumerate(unit.owned):
-            with self._lock:
-                if (at, size) not in self._layouts:  # one that fills the same full buffer as the parameters' own
-                    self._layouts[at, size] = Layout(owned.shapes, owned.cuts, size, owned.layout.full_offsets)
-                layout, old = self._layouts[at, size], self._kept.get((at, slot))
-                kept = [each for member in group if (each := self._kept.get((at, member))) is not None]
-                fitting = [each for each in kept if each.group == group and each.versions == versions]
-                source = fitting[0] if fitting else SourceOfPieces(owned, layout, group, versions)
-                self._kept[at, slot] = source
-            if old is not None and old is not source:
-                old.drop(slot)
-            if unit.tables is not None:  # made here, so that events after the piece come after the table's copy
+        with self._lock:
+            if size not in self._layouts:  # they fill the same full buffers as the parameters' own
+                self._layouts[size] = [
+                    Layout(owned.shapes, owned.cuts, size, owned.layout.full_offsets) for owned in unit.owned
+                ]
+            old, kept = self._kept.get(slot), [each for i in group if (each := self._kept.get(i)) is not None]
+            fitting = [each for each in kept if each.group == group and each.versions == versions]
+            source = fitting[0] if fitting else SourceOfPieces(unit, self._layouts[size], group, versions)
+            self._kept[slot] = source
+        if old is not None and old is not source:
+            old.drop(slot)
+        if unit.tables is not None:  # made here, so that events after the pieces come after the tables' copies
+            for at, layout in enumerate(source.layouts):
                 unit.tables.gather(slot, at, layout)
-            source.keep(slot, [full[i] for i in owned.positions], stream)
+        source.keep(slot, full, stream)
 
     def drop_pieces(self) -> None:
         """Drops all pieces. Slots that read some keep them for so long."""
@@ -330,18 +380,6 @@ class UnitSources:
     def has_group(self, slot: int, size: int) -> bool:
         """True if the slot may keep a piece. Over machines its whole group has to take part, as all gather alike."""
         return self._unit.sharded_over[0] == 1 or slot - slot % size + size <= self._pulls
-
-
-class State(Enum):
-    """How far a unit is gathered on a slot. `SlotUnit.free` makes it sharded again."""
-
-    SHARDED = auto()
-    STARTED = auto()
-    """Other machines send; the slot pulls later."""
-    PULLED = auto()
-    """Copies or a kernel have been launched on the receiving stream."""
-    FULL = auto()
-    """The parameters have their values on the computing stream."""
 
 
 class SlotUnit:
@@ -355,7 +393,9 @@ class SlotUnit:
     after an event at the end of the copy out.
 
     Attributes:
-        parameters: the full ones, in the unit's order. `nodes.make_outputs` gives them a node of the graph.
+        parameters: the full ones, in the unit's order. `backward.make_outputs` gives them a node of the graph.
+        is_started: a gather has started, or the parameters are full.
+        is_full: the parameters have their values on the computing stream.
         is_unsharded: the user has gathered the parameters by ``unshard()``, and they have not been freed since, nor has
             a backward ended.
         is_in_backward: the backward of a call has begun and not ended.
@@ -363,7 +403,7 @@ class SlotUnit:
 
     def __init__(self, unit: ShardedUnit, sources: UnitSources, slot: int) -> None:
         self.unit, self.slot, self.device = unit, slot, unit.slots[slot]
-        self._unit_sources = sources
+        self._sources = sources
         self._lock = threading.RLock()
         with torch.inference_mode(False), torch.no_grad():
             self._buffers = [
@@ -374,9 +414,9 @@ class SlotUnit:
             for i, tensor in zip(owned.positions, full.tensors, strict=True):
                 tensor.__class__ = ReplicaParameter
                 self.parameters[i] = tensor
-        self._state, self.is_unsharded = State.SHARDED, False
+        self.is_started = self.is_full = self.is_unsharded = False
         self._pull_event: Event | None = None  # after the pulls of a gather that `make_full` has not finished
-        self._sources: Sequence[Source] = ()  # until the slot pulls
+        self._source: PullSource | SourceOfPieces | None = None  # until the slot pulls: other machines send
         self._last_stream: torch.Stream | None = None  # the computing stream that used the parameters last
         self._memory_stream: torch.Stream | None = None  # the stream that their memory belongs to
         self._versions: list[int] = []  # versions of the sharded parameters that this slot's values come from
@@ -394,14 +434,6 @@ class SlotUnit:
         self._is_as_after_backward = False  # no call has used the parameters since the last pass of backward
         self._modules_run: set[int] = set()  # numbers of the unit's modules that have run in this forward
 
-    @property
-    def is_full(self) -> bool:
-        return self._state is State.FULL
-
-    @property
-    def is_started(self) -> bool:
-        return self._state is not State.SHARDED
-
     # ---- gathering and freeing ---------------------------------------------------------------------------------------
 
     def start(self, ready: Mapping[torch.device, Event]) -> None:
@@ -409,29 +441,26 @@ class SlotUnit:
         with self._lock:
             if self.is_started:
                 return
-            with stage("unshard", self.slot):
-                self._start(ready)
-
-    def _start(self, ready: Mapping[torch.device, Event]) -> None:
-        self._versions = self.unit.versions()
-        with torch.no_grad(), self._naming_out_of_memory():
-            self._sources, self._state = self._unit_sources.sources(self.slot, ready), State.STARTED
-            if not any(source.is_under_way for source in self._sources):
-                self._pull_all(ready)
+            with stage("unshard", self.slot), torch.no_grad(), self._naming_out_of_memory():
+                self._versions = self.unit.versions()
+                self._source, self.is_started = self._sources.source(self.slot, ready), True
+                if not self._source.is_under_way:
+                    self._pull_all(ready)
 
     def _pull_all(self, ready: Mapping[torch.device, Event]) -> None:
-        sources, self._sources, self._state = self._sources, (), State.SHARDED  # if this raises
+        source, self._source, self.is_started = self._source, None, False  # if this raises
+        assert source is not None
         receiving = self.unit.streams.receiving[self.slot]
         if receiving is not None:  # copies to it wait for it, so the streams on which shards leave need no event
             wait_for({*ready.values()}, [receiving])
         tables = self._allocate_for_kernels()
-        for at, source in enumerate(sources):
-            pieces, written = source.pieces(self.slot, ready)
-            try:
-                self._pull(tables, at, pieces, written, source.layout)
-            finally:
-                source.end_pull(self.slot, [] if receiving is None else [Event(receiving)])
-        self._pull_event, self._state = None if receiving is None else Event(receiving), State.PULLED
+        pieces, written = source.pieces(self.slot, ready)
+        try:
+            for at, layout in enumerate(source.layouts):
+                self._pull(tables, at, pieces[at], written, layout)
+        finally:
+            source.end_pull(self.slot, [] if receiving is None else [Event(receiving)])
+        self._pull_event, self.is_started = None if receiving is None else Event(receiving), True
 
     def _allocate_for_kernels(self) -> PeerTables | None:
         """Gives the parameters memory of the current stream, which computes, if kernels pull into it.
@@ -493,7 +522,7 @@ class SlotUnit:
     def _fill(self, ready: Mapping[torch.device, Event]) -> None:
         computing, receiving = current_streams([self.device]), self.unit.streams.receiving[self.slot]
         with torch.no_grad(), self._naming_out_of_memory():
-            if self._state is State.STARTED:
+            if self._source is not None:
                 self._pull_all(ready)
             if self._pull_event is not None:
                 wait_for([self._pull_event], computing.values())
@@ -506,7 +535,7 @@ class SlotUnit:
                     if self._pull_event is not None:
                         hold([gathered], self._pull_event)  # other devices have written to it
                 del gathered  # its memory belongs to the receiving stream
-        self._pull_event, self._state = None, State.FULL
+        self._pull_event, self.is_started, self.is_full = None, True, True
         if not self._full_versions:
             self._full_versions, self._own_references = self._versions_of_full(), self._references()
 
@@ -545,7 +574,7 @@ class SlotUnit:
                     hold([full.gathered[0]], self._pull_event)
                 full.gathered = None  # its memory belongs to the receiving stream, which alone has used it
                 full.free(keeps_memory)
-            self._pull_event, self._sources, self._state = None, (), State.SHARDED
+            self._pull_event, self._source, self.is_started, self.is_full = None, None, False, False
             if not keeps_memory:
                 self._memory_stream = None
             self.is_unsharded = self._is_as_after_backward = self._is_kept_for_graph = False
@@ -555,8 +584,8 @@ class SlotUnit:
 
     @property
     def flats(self) -> list[Tensor]:
-        """For each dtype the memory of the parameters, as bytes."""
-        return [full.flat for full in self._buffers]
+        """For each dtype the memory of the parameters, as bytes. Writes there change no version of a parameter."""
+        return [full.buffer.view(torch.uint8) for full in self._buffers]
 
     def copy_from(self, other: SlotUnit) -> None:
         """Copies the values of another slot, unless a gather has started. The computing streams are current."""
@@ -567,7 +596,7 @@ class SlotUnit:
             with torch.no_grad(), self._naming_out_of_memory():
                 for full, other_full in zip(self._buffers, other._buffers, strict=True):
                     full.allocate()
-                    full.copy_from(other_full)
+                    comm.broadcast(other_full.buffer, out=[full.buffer])
             self._versions = other._versions
             self._fill({})
 
@@ -645,13 +674,13 @@ class SlotUnit:
         if self.is_in_backward or self._is_kept_for_graph or stays:
             return
         if has_backward and not isinstance(size, bool):
-            if not self._unit_sources.has_group(self.slot, size):
+            if not self._sources.has_group(self.slot, size):
                 return
             if self.is_full and not self._running_calls:
                 stream = self._last_stream
                 streams = {} if stream is None else {self.device: stream}
                 with self._naming_out_of_memory(), torch.no_grad(), streams_set(streams):
-                    self._unit_sources.keep_pieces(self.slot, size, self.parameters, self._versions, stream)
+                    self._sources.keep_pieces(self.slot, size, self.parameters, self._versions, stream)
         self.free()
 
     def begin_backward(self, call: object, ends_with_gradients: bool) -> bool:
@@ -709,7 +738,7 @@ class SlotUnit:
         return any(map(gt, self._references(), self._own_references))
 
     def _references(self) -> list[int]:
-        return [*map(_torch.use_count, self.parameters), *(full.references for full in self._buffers)]
+        return [*map(_torch.use_count, self.parameters), *(_torch.tensors_on(full.storage) for full in self._buffers)]
 
     def _order_computing_streams(self) -> None:
         """Makes the current stream wait for the computing stream that used the parameters last, if it is another."""

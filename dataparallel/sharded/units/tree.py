@@ -1,172 +1,295 @@
 """`Tree` runs calls of the root (`RootCall`) and passes of backward over its units, and orders them against each other.
 
 The root is the outermost module that is called. Its tree has the units of the root and of all modules below.
-`BackwardPass` is one backward. It may include several tasks of the engine: those that reentrant checkpoints start
-inside it, and those of other threads at the same time. Their gradients are summed together.
+`Unit` gathers and frees its parameters on all slots, and follows what other code does to them between calls.
+One pass of backward may include several tasks of the engine: those that reentrant checkpoints start inside it, and
+those of other threads at the same time. Their gradients are summed together.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING
+from operator import is_
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dataparallel import _torch
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass, wait_for_passes
-from dataparallel.comm.streams.current import Event, GivenEvents, current_streams, streams_set
-from dataparallel.devices import CPU
-from dataparallel.optimizer_steps import before_steps
+from dataparallel.comm import settings
+from dataparallel.comm.streams.current import Event, GivenEvents, current_streams
+from dataparallel.comm.transport_choice import why_no_tables
 from dataparallel.profiling import stage
-from dataparallel.sharded.units.gather import SlotUnit
-from dataparallel.sharded.units.gradients import SumsOfPass
-from dataparallel.sharded.units.sharded_unit import PassGradients, ShardedUnit, wait_for
-from dataparallel.sharded.units.unit import Unit
+from dataparallel.sharded.order import note_host_reads
+from dataparallel.sharded.placements import Shard, over_of
+from dataparallel.sharded.tensor import ShardedTensor
+from dataparallel.sharded.units.backward import (
+    BackwardPass,
+    PassGradients,
+    SumsOverMachines,
+    UnitGradients,
+    reach_parameters,
+)
+from dataparallel.sharded.units.gather import SlotUnit, UnitSources
+from dataparallel.sharded.units.unit import (
+    PeerTables,
+    ShardedUnit,
+    cut_of,
+    naming_out_of_memory,
+    wait_for,
+)
 
 if TYPE_CHECKING:
     from dataparallel.machines.lanes import Lane
-    from dataparallel.sharded.units.over_machines import SumsOverMachines
 
 
-_PATIENCE = 0.25
-"""Seconds after which a slot stops waiting if no slot has begun the backward of a unit."""
-
-_MAY_WAIT_BYTES = 2**20
-"""Bytes of a slot's gradients that may wait for another slot before the slot stops."""
-
-
-class BackwardPass:
-    """One backward. If it fails, gradients that wait are dropped and every unit is freed.
-
-    It runs while one of its `tasks` runs: several, if several threads call backward, and each of them may return before
-    the last one. It is over when the last task has ended or one has failed. Then it takes no more gradients, and after
-    the sums it has finished.
-
-    No slot may run far ahead of the others, because its gradients would pile up until the slowest slot has delivered
-    too (`wait_for_others`).
+class Unit(ShardedUnit):
+    """A unit with a `SlotUnit` for each slot (``slot_units``), and the gradients that these deliver.
 
     Attributes:
-        reaches_units: true if units take part, not only parameters that a loss uses directly.
-        is_recorded: true if a graph of this backward is recorded (``create_graph=True``).
-        has_finished: true once streams wait for all sums, or if the pass has failed.
-        tasks: of the engine, which have joined and not ended.
+        forward_prefetch, backward_prefetch: units whose gathers start when this one begins; ``None``: the next one.
     """
 
-    def __init__(
-        self,
-        tree: Tree,
-        slots: Sequence[torch.device],
-        computing: Mapping[torch.device, torch.Stream],
-        summed: PassGradients,
-        over_machines: SumsOverMachines | None = None,
-    ) -> None:
-        self._tree = tree
-        self._a_backward_has_returned = self.has_finished = self.reaches_units = False
-        self.sums = SumsOfPass(len(slots), computing, summed, over_machines=over_machines)
-        self.include(slots)
-        self.is_recorded = False
-        self.tasks: set[PassOfBackward] = set()
-        self._changed = threading.Condition()
-        self._to_come: dict[RootCall, list[int]] = {}  # for each slot bytes of gradients that it has still to deliver
-        self._gave_up_at: dict[int, int] = {}  # for each slot that gave up: the bytes to come of the slowest slot
-        self._is_over = False
+    forward_prefetch: list[Unit] | None = None
+    backward_prefetch: list[Unit] | None = None
 
-    def include(self, slots: Sequence[torch.device]) -> None:
-        """Has these slots take part, the first ones of the tree."""
-        self.sums.slots = max(self.sums.slots, len(slots))
-        self._have_own_threads = len({*slots}) == len(slots) and CPU not in slots
+    def _make_owned(self) -> None:
+        super()._make_owned()
+        self.sources, self.gradients = UnitSources(self), UnitGradients(self)
+        self.slot_units: list[SlotUnit] = []
+        self._given: dict[int, dict[str, Any]] = {}  # by position: the Python attributes that the full ones have
 
-    def join(self, only_if_alone: bool = False) -> bool:
-        """Makes the pass last until the engine's task that runs now has ended. Called in the backward of a node.
+    # ---- the user's modules ------------------------------------------------------------------------------------------
 
-        With ``only_if_alone`` the task joins unless another task has: a backward may reach parameters on a way past the
-        hooks. Returns false if the pass is over and takes no more gradients.
+    def _adopt(self) -> None:
+        """Makes parameters the unit's own that other code has registered in the user's modules."""
+        adopted: dict[int, ShardedTensor] = {}
+        for registry, name, position in self.registries.entries:
+            found = registry.get(name)
+            if self._is_own(found, position) or position in adopted:
+                continue
+            own = self.parameters[position]
+            if not isinstance(found, nn.Parameter) and isinstance(found, Tensor):
+                raise RuntimeError(
+                    f"{name!r} in the unit {self.name!r} was replaced by {_described(found)} that is no "
+                    "parameter, as torch.func.functional_call does for one call. A unit keeps the parameters that it "
+                    "finds, and no gradient would reach what they were computed from. Use functional_call on a plain "
+                    "module or on a replicated one, or load the values with load_state_dict"
+                )
+            if not _can_replace(found, own):
+                raise RuntimeError(
+                    f"{name!r} in the unit {self.name!r} was replaced by {_described(found)}; fully_shard needs "
+                    f"a sharded parameter of shape {tuple(own.shape)} on {[*map(str, own.devices)]}, placed by "
+                    f"{own.placement!r} as this one is, or by another Shard(dim) that divides the dimension evenly. "
+                    "Load values with load_state_dict(assign=False), or pass distribute_tensor(tensor, devices)"
+                )
+            adopted[position] = found
+        for position, parameter in adopted.items():
+            self.parameters[position] = parameter
+
+    def show_current(self) -> None:
+        """Registers the full parameters of slot 0 if the user has gathered them by ``unshard()``, else the sharded."""
+        shown = [slot for slot in self.slot_units[:1] if slot.is_full and slot.is_unsharded]
+        self._show(shown[0].parameters if shown else self.parameters)
+
+    def show_sharded(self) -> None:
+        """Registers the sharded parameters, so that all code finds the same. Only in ``unshard()`` there are others."""
+        self._show(self.parameters)
+
+    def _show(self, parameters: Sequence[Tensor]) -> None:
+        """Registers ``parameters`` where the unit's own are. What other code has put there stays for `refresh`."""
+        for registry, name, position in self.registries.entries:
+            if self._is_own(registry.get(name), position):
+                registry[name] = parameters[position]
+
+    def _is_own(self, found: object, position: int) -> bool:
+        """True for the sharded parameter of this position, and for the full one that ``unshard()`` shows."""
+        return found is self.parameters[position] or any(
+            found is slot.parameters[position] for slot in self.slot_units[:1]
+        )
+
+    # ---- before a call -----------------------------------------------------------------------------------------------
+
+    def refresh(self, before_packing: Callable[[], None] = lambda: None) -> None:
+        """Adapts the unit to what other code has done to the parameters since the last call, or raises if it cannot.
+
+        ``before_packing`` is called before shards are copied. Once parameters have got memory, the first call over
+        machines gives the machines that replicate them the same values.
         """
-        running = running_pass()
-        with self._changed:
-            if self._is_over:
-                return False
-            if running in self.tasks or (only_if_alone and self.tasks):
-                return True
-            self.tasks.add(running)
-        running.on_end(partial(self.end_task, running))
-        return True
+        self.settle()
+        self.refuse_overwritten()
+        self._adopt()
+        self.registries.register(self.parameters)
+        if self._parameter_flags != self._present_flags():
+            self._refuse_to_lose_gradients()
+            self.free()
+            before_packing()
+            self._make_owned()
+        for owned in self.owned:
+            if owned.are_on_meta:
+                raise RuntimeError(
+                    f"the parameters of the unit {self.name!r} are on the meta device: give them memory with "
+                    "to_empty(device=...) and initialise or load them before the first call"
+                )
+            if self.is_offloaded and (device := owned.off_host()) is not None:
+                raise RuntimeError(
+                    f"a parameter of the unit {self.name!r} is on {device}, and CPUOffloadPolicy keeps shards in host "
+                    "memory: load a state dict that is on the CPU, or call module.cpu() or to_empty(device='cpu')"
+                )
+            if owned.is_stale():
+                before_packing()
+                owned.pack()
+                self.gradients.receive_direct()
+        if self._had_no_values and self.machines is not None:
+            self.machines.send_first_values(self.name, [flat for owned in self.owned for flat in owned.flats])
+        self._had_no_values = False
+        self.comm_settings = settings.current()
+        # Over machines what a kernel would read or write has to be packed for the network.
+        is_served = self.machines is None and why_no_tables(self.slots) is None
+        if is_served and self._made_tables is None:
+            self._made_tables = PeerTables(self)
+        self.tables = self._made_tables if is_served else None
+        self._make_slot_units()
+        self._give_attributes()
 
-    def wait_for_others(self, call: RootCall, slot: int, position: int) -> None:
-        """Waits while too many gradients of this slot wait for another. Does nothing if slots share a thread.
+    def _make_slot_units(self) -> None:
+        with self._making:
+            if self.slot_units:
+                return
+            reach_parameters()
+            slot_units = []
+            for slot, device in enumerate(self.slots):
+                with naming_out_of_memory("parameters", self.name, device, self.full_bytes):
+                    slot_units.append(SlotUnit(self, self.sources, slot))
+            for slot_unit in slot_units:
+                self.gradients.attach(slot_unit)
+            self.slot_units = slot_units
 
-        The backward of the unit at ``position`` in the order of the call's forward begins. The slowest slot never
-        waits. But it may need what the thread of a waiting slot has to compute. So a slot that has seen no other move
-        for `_PATIENCE` seconds goes on until the slowest one has moved: waiting saves memory, and correct results do
-        not need it.
+    def _give_attributes(self) -> None:
+        """Gives full parameters the Python attributes that users have set on the sharded ones."""
+        for position, parameter in enumerate(self.parameters):
+            given, before = parameter.user_attributes(), self._given.get(position, {})
+            if given.keys() == before.keys() and all(map(is_, given.values(), before.values())):
+                continue
+            self._given[position] = given
+            for slot_unit in self.slot_units:
+                own = vars(slot_unit.parameters[position])
+                for name in own.keys() - given.keys():
+                    del own[name]
+                own.update(given)
+
+    def _refuse_to_lose_gradients(self) -> None:
+        """Raises if gradients wait on the slots: they have the layout of the former parameters."""
+        self.gradients.drop_void()
+        if self.gradients.are_held:
+            raise RuntimeError(
+                f"parameters of the unit {self.name!r} were replaced, or their dtype or requires_grad was changed, "
+                "while gradients wait on the slots for the next sum: undo that until a backward() outside of no_sync() "
+                "has added them, or drop them with zero_grad()"
+            )
+
+    def refuse_overwritten(self) -> None:
+        """Raises if other code wrote to full parameters on any slot. The write is lost."""
+        overwritten = [at for slot_unit in self.slot_units if (at := slot_unit.take_overwritten()) is not None]
+        if overwritten:
+            self.refuse_write(overwritten[0])
+
+    # ---- a call or a pass of backward --------------------------------------------------------------------------------
+
+    def begin_gathers(self, slots: int, lane: Lane | None = None) -> None:
+        """Begins a call or a pass of backward on the first ``slots`` slots. Until it ends, no parameter may change.
+
+        Over machines this makes all slots full if slot 0 is, so that all machines gather alike. Slots may differ after
+        calls in which other machines used more or fewer slots. In a pass of backward more slots may take part than at
+        its beginning, with another call.
         """
-        if not self._have_own_threads:
+        self.noted_versions = None
+        self.noted_versions = self.versions()
+        self.sources.begin(slots, lane)
+        if self.gathers is None:
             return
-        with self._changed:
-            to_come = self._to_come.setdefault(call, [call.bytes_up_to(each) for each in range(len(call.slots))])
-            to_come[slot] = min(to_come[slot], call.bytes_up_to(slot, position))
-            self._changed.notify_all()
-            while not self._is_over and max(to_come) - to_come[slot] > _MAY_WAIT_BYTES:
-                if self._gave_up_at.get(slot) == max(to_come):
-                    break
-                if not self._changed.wait(_PATIENCE):
-                    self._gave_up_at[slot] = max(to_come)
+        first, *others = self.slot_units
+        for other in others:
+            if first.is_full:
+                other.copy_from(first)
+            elif not first.is_started and isinstance(self.reshard_after_forward, bool):
+                other.free()  # with a number, slot 0 may have a piece instead, for a backward that the other waits for
 
-    def end_task(self, task: PassOfBackward, ok: bool) -> None:
-        """Ends the pass if ``task`` is its last one or has failed."""
-        has_failed = not ok
-        with self._changed:
-            self.tasks.discard(task)
-            if self._is_over:
-                return
-            self.sums.note_callers()
-            if self.tasks and not has_failed:
-                self._a_backward_has_returned = True
-                self.sums.publish()
-                self._tree.note_backward_returned()
-                return
-            self._is_over = True
-            self._changed.notify_all()
-        try:
-            if not has_failed:
-                with stage("reduce_add"):
-                    self._finish()
-        except BaseException:
-            has_failed = True
-            raise
-        finally:
-            if has_failed:
-                self._drop()
-            self._tree.note_pass_end(self, has_failed)
+    def end_gathers(self) -> None:
+        """Ends a call or a pass: the parameters may change."""
+        self.noted_versions = None
+        self.sources.renew()
 
-    def _drop(self) -> None:
-        """Drops the gradients of a pass that has failed."""
-        with streams_set(self.sums.computing):
-            for unit in self._tree.units:
-                unit.gradients.end_pass(None)
-            self.sums.drop_all()
-        if self._a_backward_has_returned:
-            for unit in self._tree.units:
-                unit.gradients.note_lost(self.sums.computing)
-        self.has_finished = True
+    def drop_old_values(self) -> None:
+        """Frees full parameters and pieces before a call, where their values may be old: see `SlotUnit`."""
+        for slot_unit in self.slot_units:
+            slot_unit.drop_old_values()
+        # Over machines they stay for a backward that is still to come, because all machines have to gather alike.
+        if not (_torch.is_in_backward() or self.gathers is not None):
+            self.sources.drop_pieces()
 
-    def _finish(self) -> None:
-        for unit in self._tree.units:
-            unit.gradients.end_pass(self.sums)
-        self.sums.publish()
-        if self.sums.over_machines is not None:
-            self.sums.over_machines.end()
-        if all(unit.is_last_backward for unit in self._tree.units):
-            self._tree.finish_sums()
-            self._tree.make_owners_wait(self.sums.computing)  # before the hooks on gradients, which may write to shards
-            self.sums.wait_for_sums()
-            self.has_finished = True
+    def free(self) -> None:
+        """Frees the full parameters and the pieces of all slots."""
+        for slot_unit in self.slot_units:
+            slot_unit.free()
+        self.sources.drop_pieces()
+        self.sources.renew()
+
+    # ---- calls by the user -------------------------------------------------------------------------------------------
+
+    def start_unshard(self) -> Mapping[torch.device, Event]:
+        """Starts a gather on all slots, and returns the events that it waits for. `end_unshard` follows."""
+        self.refresh()
+        ready = {device: Event(stream) for device, stream in current_streams(self.slots).items()}
+        for slot_unit in self.slot_units:
+            slot_unit.unshard(ready)
+        if self.is_offloaded:
+            note_host_reads([*self.streams.last_casts.values()])
+        return ready
+
+    def end_unshard(self, ready: Mapping[torch.device, Event]) -> None:
+        """Makes the current streams wait for the gather. The user's modules have the full parameters from now on."""
+        for slot_unit in self.slot_units:
+            slot_unit.make_full(ready)
+        self.streams.make_owners_wait(current_streams(self.slots), self.is_offloaded)
+        self.show_current()
+
+    def reshard(self) -> None:
+        """Frees the full parameters on all slots, except in a backward. Raises if other code has written to them."""
+        if _torch.is_in_backward():
+            self.show_sharded()
+            return
+        self.settle()
+        self.free()
+        self.streams.make_owners_wait(current_streams(self.slots), self.is_offloaded)
+        self.show_current()
+        self.refuse_overwritten()
+
+
+def _can_replace(value: object, own: ShardedTensor) -> TypeGuard[ShardedTensor]:
+    """True if ``value`` may take the place of the unit's parameter ``own``."""
+    if not isinstance(value, ShardedTensor) or value.devices != own.devices or value.shape != own.shape:
+        return False
+    placement, processes = value.placement, over_of(own.devices)
+    if not isinstance(placement, Shard):
+        return False
+    # Along other dimensions than 0 all shards must have one size.
+    owners = len(value.devices) * (1 if processes is None else processes.size)
+    return placement.dim in (0, cut_of(own).dim) or value.shape[placement.dim] % owners == 0
+
+
+def _described(value: object) -> str:
+    if isinstance(value, ShardedTensor):
+        return repr(value)
+    if isinstance(value, Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)} on {value.device}"
+    return repr(value)
 
 
 class Tree:
@@ -188,8 +311,8 @@ class Tree:
         self._changed = threading.Condition()
         self._registering = threading.Lock()  # guards what a tree registers, and how many calls run
         self._number_of_calls = 0
-        self._unfinished: list[SumsOfPass] = []  # of passes before the last one of a step
-        self.machines = self.units[0].machines
+        self._unfinished: list[BackwardPass] = []  # of passes before the last one of a step
+        self.machines, self.gathers = self.units[0].machines, self.units[0].gathers
         self.order_of_sums: list[int] = []
 
     @contextmanager
@@ -260,10 +383,10 @@ class Tree:
         """Makes streams wait for the sums of passes before the last one of a step."""
         while self._unfinished:
             try:
-                sums = self._unfinished.pop(0)
+                ended = self._unfinished.pop(0)
             except IndexError:  # another thread has taken the last ones
                 return
-            sums.wait_for_sums()
+            ended.wait_for_sums()
 
     def join_pass(
         self, call: RootCall | None = None, only_if_alone: bool = False, reaches_units: bool = True
@@ -295,14 +418,6 @@ class Tree:
                 self._refuse_lost()
             return self._pass
 
-    def note_backward_returned(self) -> None:
-        """Has the next optimizer step wait: a ``backward()`` has returned while another one in its pass runs on.
-
-        The other one may have failed before: torch raises the error while threads still run its nodes. A backward that
-        begins meanwhile takes part in the same pass, and loses gradients when the pass ends.
-        """
-        before_steps(self._end_pass_before_step)
-
     def _end_pass_before_step(self, optimizer: Optimizer) -> bool:
         """Waits for the pass. Returns false if the optimizer has none of the parameters: a later one may have."""
         own = {id(parameter) for unit in self.units for parameter in unit.parameters}
@@ -316,11 +431,6 @@ class Tree:
         for unit in self.units:
             unit.gradients.refuse_lost()
 
-    @property
-    def gathers(self) -> Lane | None:
-        """The lane of gathers over machines, if parameters are sharded over them."""
-        return None if self.machines is None else self.machines.gathers
-
     def _new_pass(self, call: RootCall) -> BackwardPass:
         for unit in self.units:
             unit.begin_gathers(len(call.slots), self.gathers)
@@ -328,34 +438,56 @@ class Tree:
             # The user's modules have the sharded ones until the pass has ended. Replicas have the full ones.
             unit.show_sharded()
         summed = running_pass().get(PassGradients, lambda _: PassGradients())
-        return BackwardPass(self, call.slots, call.computing, summed, self._sums_over_machines(call.computing))
+        over_machines = self._sums_over_machines(call.computing)
+        return BackwardPass(
+            call.slots, call.computing, summed, over_machines, self._end_task, self._end_pass_before_step
+        )
 
     def _sums_over_machines(self, computing: Mapping[torch.device, torch.Stream]) -> SumsOverMachines | None:
         """Returns the sums over machines of a new pass; ``None`` with one machine, or if no unit synchronises."""
         if self.machines is None or not any(unit.requires_gradient_sync for unit in self.units):
             return None
-        if any(unit.partial is not None or not unit.requires_all_reduce for unit in self.units):
+        if any(unit.gradients.partial is not None or not unit.requires_all_reduce for unit in self.units):
             self.finish_sums()  # partial sums, which wait for other machines, are part of the next sums
-        from dataparallel.sharded.units.over_machines import SumsOverMachines
+        units = [unit.gradients for unit in self.units]
+        return SumsOverMachines(units, self.slots, self.order_of_sums, self.machines, computing)
 
-        return SumsOverMachines(self.units, self.slots, self.order_of_sums, self.machines, computing)
+    def _end_task(self, ended: BackwardPass, task: PassOfBackward, ok: bool) -> None:
+        """Ends a pass if ``task`` is its last one or has failed. If it fails, every unit is freed."""
+        if not ended.leave(task, ok):
+            return
+        has_failed = not ok
+        try:
+            if ok:
+                with stage("reduce_add"):
+                    self._add_up_rest(ended)
+        except BaseException:
+            has_failed = True
+            raise
+        finally:
+            if has_failed:
+                ended.drop([unit.gradients for unit in self.units])
+            self._note_pass_end(ended, has_failed)
 
-    def pass_gradients(self) -> PassGradients:
-        """Returns the gradients of the running pass, which a loss reaches without a unit."""
-        return self.join_pass(reaches_units=False).sums.summed
+    def _add_up_rest(self, ended: BackwardPass) -> None:
+        for unit in self.units:
+            unit.gradients.end_pass(ended)
+        ended.publish()
+        if ended.over_machines is not None:
+            ended.over_machines.end()
+        if all(unit.is_last_backward for unit in self.units):
+            self.finish_sums()
+            self.make_owners_wait(ended.computing)  # before the hooks on gradients, which may write to shards
+            ended.wait_for_sums()
 
-    def deliver(self, unit: Unit, slot: int, grads: Sequence[Tensor | None]) -> None:
-        """Takes the gradients of all parameters of a unit on a slot, from the backward of their node."""
-        unit.gradients.deliver(slot, grads, self.join_pass(only_if_alone=True).sums)
-
-    def note_pass_end(self, ended: BackwardPass, has_failed: bool) -> None:
+    def _note_pass_end(self, ended: BackwardPass, has_failed: bool) -> None:
         """Frees the units after a pass, and lets threads go on that wait for its end."""
         with self._changed:
             self._pass, self._ending_thread = None, threading.get_ident()
             self._failed = [failed for failed in [*self._failed, ended] if failed.tasks]
             if not ended.has_finished:
-                self._unfinished.append(ended.sums)
-        if has_failed and self.gathers is not None and ended.sums.over_machines is None:
+                self._unfinished.append(ended)
+        if has_failed and self.gathers is not None and ended.over_machines is None:
             # Other machines may wait for gathers. With sums, these have told them.
             self.gathers.state.fail(error_of_failed_pass())
         try:
@@ -366,8 +498,8 @@ class Tree:
                     unit.sources.drop_pieces()
                 unit.end_gathers()
             self.show_current()
-            self.make_owners_wait(ended.sums.computing)
-            ended.sums.make_callers_wait()
+            self.make_owners_wait(ended.computing)
+            ended.make_callers_wait()
         finally:
             with self._changed:
                 self._ending_thread = None
@@ -391,8 +523,7 @@ class RootCall:
         tree.last_call = self
         for unit in tree.units:
             unit.begin_gathers(len(slots), tree.gathers)
-            unit.settle, unit.pass_gradients, unit.streams = tree.settle, tree.pass_gradients, tree.streams
-            unit.deliver = partial(tree.deliver, unit)
+            unit.settle, unit.join_pass, unit.streams = tree.settle, tree.join_pass, tree.streams
         self.computing = current_streams(tree.slots)
         ready = tree.take_post_optim_event() or tree.streams.meet("calls", map(Event, self.computing.values()))
         self.ready = {} if ready is None else dict.fromkeys(self.computing, ready)
@@ -429,7 +560,11 @@ class RootCall:
         ended.append(unit)
         return len(ended) - 1
 
-    def bytes_up_to(self, slot: int, position: int | None = None) -> int:
+    @cached_property
+    def _to_come(self) -> list[int]:
+        return [self._bytes_up_to(slot) for slot in range(len(self.slots))]
+
+    def _bytes_up_to(self, slot: int, position: int | None = None) -> int:
         """Returns the bytes of all gradients of the slot's units up to this position, which backward comes to last."""
         units = self._ended[slot] if position is None else self._ended[slot][: position + 1]
         return sum(unit.gradients.full_bytes for unit in units)
@@ -438,8 +573,8 @@ class RootCall:
         """Gathers a unit whose backward comes next, and starts the gathers of units before ``position`` in forward."""
         # A later call of another tree may have bound the unit. The copies of that tree stay, because its gathers may be
         # under way; the gradients are for this tree.
-        unit.deliver = partial(self.tree.deliver, unit)
-        running.wait_for_others(self, slot_unit.slot, position)
+        unit.join_pass = self.tree.join_pass
+        running.wait_for_others(self, slot_unit.slot, self._to_come, self._bytes_up_to(slot_unit.slot, position))
         if unit.unshard_in_backward:
             slot_unit.make_full(self.ready)
         ahead = unit.backward_prefetch
@@ -447,7 +582,7 @@ class RootCall:
             ahead = self._ended[slot_unit.slot][max(position - 1, 0) : position]
         # Sums go first: the slot's next delivery waits for them, and links serve copies in the order of their launches.
         # Kernels that read peers share the links.
-        latest, receiving = running.sums.latest_sum, unit.streams.receiving[slot_unit.slot]
+        latest, receiving = running.latest_sum, unit.streams.receiving[slot_unit.slot]
         for other in ahead:
             # A unit whose parameters have changed is not gathered ahead, because `ready` is before the change. The
             # unit's own backward refuses the change.

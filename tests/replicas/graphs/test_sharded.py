@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dataparallel.comm.transport_choice import why_no_tables
 from dataparallel.composable import fully_shard
-from dataparallel.sharded.units.calls import UnitModule
+from dataparallel.sharded.units.bindings import UnitModule
 from each_form import sharded_children, whole
 from graphed_nets import SETTLE, Block, Net, build, captured, gradients, inputs, reasons, step
 

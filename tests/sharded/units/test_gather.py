@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from dataparallel.comm.streams.current import Event, streams_set
 from dataparallel.composable import CPUOffloadPolicy, fully_shard
-from dataparallel.sharded.units import sharded_unit
+from dataparallel.sharded.units import unit as units_unit
 from dataparallel.sharded.units.gather import PullSource
-from dataparallel.sharded.units.sharded_unit import TreeStreams
+from dataparallel.sharded.units.unit import TreeStreams
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from freed_later import freed_later
@@ -196,8 +196,8 @@ def test_pieces_that_are_dropped_while_a_slot_reads_them_last_as_long(slots):
     model(rows(slots))
     unit = units(model)[0]
     expected = whole(model.layers[0].weight)
-    source, streams, own = unit.sources._kept[0, 1], unit.streams.pulling[1], unit.streams.receiving[1]
-    flats, written = source.pieces(1, {})
+    source, streams, own = unit.sources._kept[1], unit.streams.pulling[1], unit.streams.receiving[1]
+    (flats,), written = source.pieces(1, {})
     unit.free()
     source.drop(0)
     assert not source.is_complete
@@ -306,7 +306,7 @@ def test_of_casts_that_two_threads_note_the_later_events_stay(slots, monkeypatch
                 threads[0].start()
                 threads[0].join(0.2)
 
-    monkeypatch.setattr(sharded_unit, "Event", Recorded)
+    monkeypatch.setattr(units_unit, "Event", Recorded)
     streams.note_casts()
     threads[0].join()
     count = len({*slots})

@@ -9,7 +9,8 @@ from hypothesis import given
 from torch import Tensor
 
 from dataparallel.sharded.placements import Shard
-from dataparallel.sharded.units.buffers import FullBuffer, Layout
+from dataparallel.sharded.units.gather import FullBuffer
+from dataparallel.sharded.units.unit import Layout
 
 
 @st.composite
