@@ -3,6 +3,7 @@
 Layers that fail, and devices without room, are drawn by test_state_machine.
 """
 
+import copy
 import itertools
 import threading
 from contextlib import nullcontext
@@ -281,3 +282,43 @@ def test_a_sparse_gradient_is_refused_by_name(slots: list) -> None:
         output.sum().backward()
     wait_for_the_engine(slots)
     assert_all_sharded(model)
+
+
+@pytest.mark.devices("cpu")  # a device's thread of the engine would wait for itself
+@pytest.mark.slots(3)
+@pytest.mark.parametrize(("fails", "waits"), [(True, False), (False, False), (False, True)])
+def test_a_unit_that_is_called_alone_loses_no_gradient_of_another_backward(fails, waits, slots, root):
+    """Its backward runs in another thread, while one slot of the model has delivered, and fails or not."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double().to(root)
+    twin, threads, x = copy.deepcopy(model), list[threading.Thread](), torch.ones(3, 4, dtype=torch.double, device=root)
+    for unit in (model[1], model):
+        fully_shard(unit, devices=slots)
+    leaf = x.clone().requires_grad_()
+    if fails:
+        leaf.register_hook(raises)
+    other = model[1](leaf).sum()
+
+    def run_other() -> None:
+        with pytest.raises(ArithmeticError) if fails else nullcontext():
+            other.backward()
+
+    def meanwhile(gradient: Tensor) -> None:
+        if not threads:
+            threads.append(threading.Thread(target=run_other))
+            threads[0].start()
+            threads[0].join()
+
+    handle = model[0].register_forward_hook(lambda module, args, output: output.register_hook(meanwhile) and None)
+    with model.no_sync() if waits else nullcontext():
+        loss = model(x).sum()
+        handle.remove()
+        loss.backward()
+    if waits:
+        model(x).sum().backward()
+    wait_for_the_engine(slots)
+    for _ in range(1 + waits):
+        twin(x).sum().backward()
+    if not fails:
+        twin[1](x).sum().backward()
+    assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)

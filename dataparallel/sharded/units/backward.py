@@ -410,7 +410,7 @@ class BackwardPass:
         """Drops the gradients of a pass that has failed. The computing streams wait for sums that read them."""
         with streams_set(self.computing):
             for gradients in units:
-                gradients.end_pass(None)
+                gradients.end_pass(self, has_failed=True)
             self._make_computing_wait()
             self._drop_deliveries()
             if self.over_machines is not None:
@@ -485,11 +485,13 @@ class UnitGradients:
         # A slot's lock is held while its gradients are packed: on the CPU several threads may deliver for one slot.
         self._packing_locks = [threading.Lock() for _ in unit.slots]
         self.full_bytes = sum(layout.owners * layout.numel * dtype.itemsize for _, layout, dtype in unit.groups)
-        self._rounds: list[dict[int, Delivery]] = []  # deliveries by slot that wait for other slots
+        # For each pass the deliveries by slot that wait for other slots. There may be two: a unit that is called alone
+        # has a tree of its own.
+        self._rounds: dict[BackwardPass, list[dict[int, Delivery]]] = {}
         self.waiting = WaitingSums(unit)
         self.partial: WaitingSums | None = None
-        self._new: set[int] = set()  # slots whose waiting gradients are of this pass alone
-        self._added: set[int] = set()  # slots whose waiting gradients are in a delivery of this pass
+        self._new: dict[int, BackwardPass] = {}  # slots whose waiting gradients are of this pass alone
+        self._added: dict[int, BackwardPass] = {}  # slots whose waiting gradients are in a delivery of this pass
         self._lost: list[FormerShardedGrad] = []  # of parameters whose gradients are incomplete until they are zeroed
         self.receive_direct()
 
@@ -552,33 +554,37 @@ class UnitGradients:
                     self._add_to_round(slot, delivery, running)
                 elif delivery.present:
                     if slot not in self.waiting.matrices:
-                        self._new.add(slot)
+                        self._new[slot] = running
                     self.waiting.matrices[slot] = delivery.matrices  # includes the gradients that waited before
                     self.waiting.present |= delivery.present
 
     def _add_to_round(self, slot: int, delivery: Delivery, running: BackwardPass) -> None:
         """Sums the first round if this was its last delivery. Later rounds are summed later: the lock is held."""
         if slot in self.waiting.matrices and slot not in self._added:
-            self._added.add(slot)
+            self._added[slot] = running
             delivery.present |= self.waiting.present
-        deliveries = next((each for each in self._rounds if slot not in each), None)
+        rounds = self._rounds.setdefault(running, [])
+        deliveries = next((each for each in rounds if slot not in each), None)
         if deliveries is None:
-            self._rounds.append(deliveries := {})
+            rounds.append(deliveries := {})
         deliveries[slot] = delivery
         if len(deliveries) == running.slots:
-            self.add_up(self._rounds.pop(0), running)
+            self.add_up(rounds.pop(0), running)
 
-    def end_pass(self, ended: BackwardPass | None) -> None:
+    def end_pass(self, ended: BackwardPass, has_failed: bool = False) -> None:
         """Sums all deliveries that are left.
 
-        With ``None`` the pass has failed: deliveries that wait for other slots are dropped, and so are gradients that
-        this pass alone has left on slots. Gradients of earlier passes wait on, with what has been added to them. They
-        belong to the ``.grad`` of before: the user may have zeroed it already, while threads of the failed pass ran on.
+        If the pass has failed, its deliveries that wait for other slots are dropped, and so are gradients that it alone
+        has left on slots. Gradients of earlier passes wait on, with what has been added to them. They belong to the
+        ``.grad`` of before: the user may have zeroed it already, while threads of the failed pass ran on.
         """
         with self._lock:
-            waiting, new, added, rounds = self.waiting, self._new, self._added, self._rounds
-            self._new, self._added, self._rounds = set(), set(), []
-            if ended is None:
+            waiting, added, rounds = self.waiting, {*self._added}, self._rounds.pop(ended, [])
+            new = [slot for slot, of in self._new.items() if of is ended]
+            self._new, self._added = (
+                {slot: of for slot, of in slots.items() if of is not ended} for slots in (self._new, self._added)
+            )
+            if has_failed:
                 waiting.drop_new(new)
                 return
             if self.unit.requires_gradient_sync:
