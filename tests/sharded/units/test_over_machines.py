@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from dataparallel.composable import fully_shard
 from dataparallel.machines.arguments import MachineMesh
 from dataparallel.machines.collectives import stage
 from dataparallel.machines.errors import PeerFailed
-from dataparallel.machines.lanes import Machines
 from machine_ranks import on_machines
 from sharded_machines import spread
 
@@ -39,9 +39,7 @@ def test_slots_of_a_machine_share_a_gather():
 
 def ends(rank: int, devices: list[Any], failing: int) -> Any:
     """Four machines, two groups; one machine fails in a pass in which each group has sums."""
-    rows = [distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-    columns = [distributed.new_group(ranks) for ranks in ([0, 2], [1, 3])]
-    machines = MachineMesh(Machines.of(rows[rank // 2]), Machines.of(columns[rank % 2]), range(4))
+    machines = MachineMesh(None, init_device_mesh("cpu", (2, 2)))
     row, column = machines.shard, machines.replicate
     assert (row.ranks, column.ranks) == ([rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2])
     outcomes: list[Any] = []
