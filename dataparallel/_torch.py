@@ -224,7 +224,6 @@ set_versions = private("torch._C._autograd._unsafe_set_version_counter", "have a
 make_wrapper_subclass = private("torch.Tensor._make_wrapper_subclass", "make sharded tensors")
 refuse_data_pointers = private("torch._C._set_throw_on_mutable_data_ptr", "refuse C++ a sharded tensor's memory")
 to_copy = private("torch.ops.aten._to_copy.default", "take tensors whose parts lie on several devices to others")
-unsafe_view = private("torch.ops.aten._unsafe_view.default", "give such a tensor another shape")
 local_scalar_dense = private("torch.ops.aten._local_scalar_dense.default", "read the item of such a tensor")
 _indices = private("torch.Tensor._indices", "reach the memory of a sparse tensor that is not coalesced")
 _values = private("torch.Tensor._values", "reach the memory of a sparse tensor that is not coalesced")
