@@ -11,11 +11,14 @@ if __name__ == "__main__":
 
         main(sys.argv[2:])
     else:
-        argparse.ArgumentParser(
+        parser = argparse.ArgumentParser(
             prog="python -m dataparallel",
             usage="%(prog)s [--check ...]",
             description="Describes this machine; with --check, checks what it computes and how fast (--check --help).",
-        ).parse_args()
+        )
+        _, unknown = parser.parse_known_args()
+        if unknown:
+            parser.error(f"{' '.join(unknown)!r}: expected nothing, or --check as the first argument")
         from dataparallel.integrations.machine import description
 
         print(description())

@@ -155,6 +155,16 @@ class TestWhatReplicasGet:
         torch.testing.assert_close(output, expected)
         assert sorted(affine.sizes) == [1, 3, 3]
 
+    @pytest.mark.parametrize("name", ["function", "module", "original", "method", "call", "slot", "args", "kwargs"])
+    def test_keyword_arguments_of_any_name(self, name, form, slots, batch, root):
+        class Named(Affine):
+            def forward(self, x, **given):
+                return super().forward(x, scale=given[name])
+
+        module = Named().double().to(root)
+        expected = module(batch, **{name: 2.0})
+        torch.testing.assert_close(form(module, slots)(batch, **{name: 2.0}), expected)
+
     def test_chunks_of_another_dimension(self, form, slots, root):
         module = nn.Linear(4, 3).double().to(root)
         x = torch.randn(5, 7, 4, dtype=torch.float64, device=root)

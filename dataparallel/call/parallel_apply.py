@@ -294,7 +294,7 @@ def hint_of(error: BaseException, module: Any, device: torch.device) -> str | No
                 f"self.register_buffer({name!r}, tensor)"
             )
     return (
-        "A tensor that is no argument, parameter or buffer of the module is on another device. Make "
+        "A tensor that is neither an argument nor a parameter or buffer of this replica is on another device. Make "
         "tensors in forward with device=x.device, and keep others as buffers: self.register_buffer('name', tensor)"
     )
 

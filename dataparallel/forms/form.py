@@ -82,6 +82,8 @@ class Form(Generic[P, S]):
                 if not self._nests:
                     self.check_unshared([item for item in modules[0].named_parameters() if state.manages(item[1])])
                 for each in modules:
+                    self._check_names(each)
+                for each in modules:
                     self._set_class_and_state(each, state)
                 if self._begin is not None:
                     self._begin(modules, state)
@@ -166,6 +168,18 @@ class Form(Generic[P, S]):
                 f"{cannot}: the module is {path!r} in a {type(parent).__name__} that is managed by "
                 f"`{name_of_form(parent)}` already, with all its children"
                 + (f". Apply `{self.__name__}` to children before their parents" if is_nesting else "")
+            )
+
+    def _check_names(self, module: nn.Module) -> None:
+        """Refuses attributes of the user's that a method of the form would hide."""
+        given = {name for base in self._form_class.__mro__ if issubclass(base, ManagedModule) for name in vars(base)}
+        registered = {*module._parameters, *module._buffers, *module._modules, *vars(module)}
+        of_class = {name for base in type(module).__mro__ for name in vars(base)}
+        hidden = {name for name in given - {*dir(nn.Module)} if not name.startswith("_")} & (registered | of_class)
+        if hidden:
+            raise ValueError(
+                f"cannot apply `{self.__name__}`: this {type(module).__name__} has {sorted(hidden)}, and the form "
+                "gives its module methods of these names. Give yours other names"
             )
 
     def check_unshared(self, named: Iterable[tuple[str, Tensor]]) -> None:

@@ -186,6 +186,23 @@ class TestTiesBetweenUnits:
             fully_shard(unit, devices=slots)
 
 
+class TestNamesOfAForm:
+    @BOTH
+    @pytest.mark.parametrize("how", ["method", "attribute", "child", "parameter"])
+    def test_that_the_module_has_are_refused(self, apply, how, slots):
+        class Net(nn.Linear):
+            pass
+
+        net = Net(2, 2)
+        if how == "method":
+            Net.no_sync = lambda self: 3
+        else:
+            net.no_sync = {"attribute": True, "child": nn.Linear(1, 1), "parameter": nn.Parameter(torch.ones(1))}[how]
+        with pytest.raises(ValueError, match=r"this Net has \['no_sync'\], and the form gives its module methods"):
+            apply(net, devices=slots)
+        assert type(net) is Net
+
+
 class TestLists:
     @pytest.mark.parametrize(
         ("made", "error", "message"),

@@ -70,4 +70,4 @@ def test_an_argument_that_it_does_not_know_is_an_error(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("dataparallel", run_name="__main__")
     assert ended.value.code == 2
-    assert "unrecognized arguments: train.py" in capsys.readouterr().err
+    assert "'train.py': expected nothing, or --check as the first argument" in capsys.readouterr().err

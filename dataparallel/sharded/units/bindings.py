@@ -33,7 +33,7 @@ class CapturedModule:
     def __init__(self, precision: Precision) -> None:
         self._precision, self._is_running = precision, False
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls ``function``, a method of the module, with the dtypes of the unit."""
         if self._is_running:
             return function(*args, **kwargs)
@@ -84,7 +84,7 @@ class UnitModule(Registries):
         self.register(unit.parameters)
 
     @_torch.not_traced
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls ``function``, a method of the module, with full parameters.
 
         If a function that the user has compiled calls the module, this runs between two graphs.
