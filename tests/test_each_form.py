@@ -155,15 +155,17 @@ class TestWhatReplicasGet:
         torch.testing.assert_close(output, expected)
         assert sorted(affine.sizes) == [1, 3, 3]
 
-    @pytest.mark.parametrize("name", ["function", "module", "original", "method", "call", "slot", "args", "kwargs"])
-    def test_keyword_arguments_of_any_name(self, name, form, slots, batch, root):
+    @pytest.mark.parametrize("options", [{}, {"compile": {"backend": "eager"}}], ids=["eager", "compiled"])
+    def test_keyword_arguments_of_any_name(self, options, form, slots, batch, root):
+        names = ["function", "module", "original", "method", "call", "slot", "args", "kwargs"]
+
         class Named(Affine):
             def forward(self, x, **given):
-                return super().forward(x, scale=given[name])
+                return super().forward(x, scale=sum(given[name] for name in names))
 
-        module = Named().double().to(root)
-        expected = module(batch, **{name: 2.0})
-        torch.testing.assert_close(form(module, slots)(batch, **{name: 2.0}), expected)
+        module, given = Named().double().to(root), dict.fromkeys(names, 2.0)
+        expected = module(batch, **given)
+        torch.testing.assert_close(form(module, slots, **options)(batch, **given), expected)
 
     def test_chunks_of_another_dimension(self, form, slots, root):
         module = nn.Linear(4, 3).double().to(root)

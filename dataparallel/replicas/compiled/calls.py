@@ -128,7 +128,7 @@ def compiled_calls(module: nn.Module) -> dict[str, CompiledCall]:
     return {name: call for name, call in found.items() if call is not None}
 
 
-def call_inside(module: Any, *args: Any, **kwargs: Any) -> Any:
+def call_inside(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Calls a module of a replica, compiled if it is, without what has taken the place of that call."""
     call = compiled_call(module)
     return module._call_impl(*args, **kwargs) if call is None else call(*args, **kwargs)
@@ -192,12 +192,12 @@ def _nothing() -> None:
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 
-def by_call(module: Any, *args: Any, **kwargs: Any) -> Any:
+def by_call(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """What is compiled for a module that ``torch.compile`` has wrapped."""
     return module(*args, **kwargs)
 
 
-def by_call_impl(module: Any, *args: Any, **kwargs: Any) -> Any:
+def by_call_impl(module: Any, /, *args: Any, **kwargs: Any) -> Any:
     """What is compiled for a module whose own calls lead to compiled code: `module()` would lead here again."""
     return module._call_impl(*args, **kwargs)
 

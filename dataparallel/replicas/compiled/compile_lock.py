@@ -45,7 +45,7 @@ class CompileLock:
         """True while a thread compiles, or waits for others to leave compiled code."""
         return bool(self._alone)
 
-    def run_inside(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def run_inside(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Calls ``function``, which runs compiled code, once nobody compiles."""
         me = threading.get_ident()
         if me in self._inside or me in self._alone:
@@ -56,7 +56,7 @@ class CompileLock:
         finally:
             self._inside.pop(me, None)
 
-    def run_alone(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def run_alone(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         """Calls ``function``, which compiles, once no other thread is inside."""
         me = threading.get_ident()
         if me in self._alone:

@@ -149,7 +149,7 @@ class _ContextForEach:
     def __init__(self, context: contextvars.Context) -> None:
         self.copy = context.copy  # torch 2.15 makes a copy itself
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return self.copy().run(function, *args, **kwargs)
 
 
