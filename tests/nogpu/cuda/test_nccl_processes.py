@@ -170,11 +170,11 @@ def test_a_process_that_ends_is_named(tmp_path):
         3,
         """
 import os
-all_reduce(comm, x)
-x.get()
-if RANK == 1:
-    os._exit(0)
 try:
+    all_reduce(comm, x)
+    x.get()  # another rank may have met the end of rank 1 already
+    if RANK == 1:
+        os._exit(0)
     all_reduce(comm, x)
     x.get()
 except Exception as error:
