@@ -136,12 +136,11 @@ class FullyShardedModule(ManagedModule):
         return None
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Says if the next ``backward()`` is the last one of a step; ``True`` at the beginning.
+        """Changes nothing: every ``backward()`` ends with its sums, so that its gradients may be used or dropped.
 
-        With ``False`` a backward does not wait for its last sums, and it keeps what it knows about the order of units.
-        Use this for micro-batches. It holds for the whole tree.
+        For programs that call it on FSDP2's modules. For micro-batches see `set_requires_gradient_sync`.
         """
-        _set(self, True, is_last_backward=checked("is_last_backward", is_last_backward, bool))
+        checked("is_last_backward", is_last_backward, bool)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, recurse: bool = True) -> None:
         """With ``True`` each later ``backward()`` sums gradients into the sharded parameters, as at the beginning.

@@ -148,9 +148,7 @@ def waits_on_slots_and_for_all_reduce(rank: int, devices: list[Any], way: str) -
     with net.no_sync():
         backward(net, rank, 3, devices[0])
     net.set_requires_all_reduce(True)
-    net.set_is_last_backward(False)
     backward(net, rank, 4, devices[0])
-    net.set_is_last_backward(True)
     backward(net, rank, 5, devices[0])
     assert_as_by_one(net, by_one(devices, [1, 2, 3, 4, 5]))
 

@@ -100,7 +100,11 @@ class TestInAReplica:
 
     @pytest.mark.parametrize(
         "call",
-        [lambda net: net.unshard(), lambda net: net.set_is_last_backward(True), lambda net: net.no_sync().__enter__()],
+        [
+            lambda net: net.unshard(),
+            lambda net: net.set_unshard_in_backward(True),
+            lambda net: net.no_sync().__enter__(),
+        ],
     )
     def test_methods_are_refused(self, net, call, root):
         net[1].register_forward_pre_hook(lambda module, args: call(module))

@@ -131,28 +131,22 @@ class TestPostOptimEvent:
         return before.index in reached
 
 
-@pytest.mark.devices("sim", "stand-in")
-class TestIsLastBackward:
-    def test_a_backward_that_is_not_the_last_leaves_sums_on_their_way(self, slots):
-        """The clocks see that the current streams have not waited for the sums of the first unit."""
-        model = make(slots)
-        model.set_is_last_backward(False)
-        backward(model, slots)
-        with pytest.raises(RuntimeError, match="race"):
-            gradients(model)
-        model.set_is_last_backward(True)
-        backward(model, slots)
-        gradients(model)
-
-    def test_the_host_does_not_wait(self, slots):
-        """Gradients arrive on the host later, with the last backward or the next forward."""
-        model = make(slots, offload_policy=CPUOffloadPolicy())
-        model.set_is_last_backward(False)
-        backward(model, slots)
-        assert all(parameter.grad is None for parameter in model.parameters())
-        with torch.no_grad():
-            model(tokens(slots))
-        assert all(parameter.grad is not None for parameter in model.parameters())
+@pytest.mark.parametrize("drops", [lambda model: model.zero_grad(), lambda model: model.zero_grad(False)])
+@pytest.mark.parametrize("options", [{}, {"offload_policy": CPUOffloadPolicy()}], ids=["", "offloaded"])
+def test_a_backward_that_is_not_the_last_ends_with_its_sums_too(options, drops, slots):
+    """So what it has brought may be scaled, and is gone when it is dropped, also that of a unit called alone."""
+    model, twin = make(slots, **options), twin_of(slots)
+    x = torch.ones(2 * len(slots), WIDTH, dtype=torch.float64, device=slots[0])
+    for each in (model, twin):
+        for seed, is_last in enumerate([True, False, False, True]):
+            if each is model:
+                each.set_is_last_backward(is_last)
+            backward(each, slots, seed)
+            if seed == 1:
+                drops(each)
+            each.layers[1](x).sum().backward()
+            each.layers[1].weight.grad.mul_(0.5)
+    assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
 
 
 @pytest.mark.parametrize("unshards", [True, False])

@@ -166,16 +166,6 @@ def a_graph_older_than_its_pass(slots: list) -> None:
         (loss + later).backward()
 
 
-def sums_that_wait_for_the_next_call(slots: list) -> None:
-    net, x = Net(slots), batch(slots)
-    net.set_is_last_backward(False)
-    net(x).square().mean().backward()
-    with torch.no_grad():
-        net(x)
-        for parameter in net.parameters():
-            parameter.grad.mul_(2)
-
-
 def an_optimizer_in_a_hook(slots: list) -> None:
     net, x = Net(slots), batch(slots)
     net[1][0].weight.register_post_accumulate_grad_hook(lambda parameter: halve(net))

@@ -249,8 +249,8 @@ class Steps(RuleBasedStateMachine):
         self.has_comm_hook = self.is_unsharded = False
         self.may_stay_full = self.is_sharded and self.chosen["stays_full"]
         self.pending: list[tuple[Tensor, Tensor, Any, Any]] = []
-        self.waits = self.on_their_way = self.may_be_zeros = False
-        self.syncs, self.is_last = True, True
+        self.waits = self.may_be_zeros = False
+        self.syncs = True
 
     def shard(self, options: dict[str, Any]) -> Any:
         of_units: dict[str, Any] = {"devices": self.slots, "reshard_after_forward": self.groups(self.reshard)}
@@ -297,7 +297,7 @@ class Steps(RuleBasedStateMachine):
             assert [*map(id, self.net.parameters())] == [*map(id, self.parameters.values())]
         assert_equal(whole(self.parameters), whole(twin), "values", atol=1e-9)
         assert_equal(whole(self.net.calls), whole(self.twin.calls), "buffer", atol=0)
-        if self.waits or self.on_their_way:
+        if self.waits:
             return
         both = [whole({name: p.grad for name, p in table.items()}) for table in (self.parameters, twin)]
         for table in both if self.may_be_zeros else ():
@@ -327,7 +327,6 @@ class Steps(RuleBasedStateMachine):
         leaves = [x.clone().requires_grad_(needs or penalty == "of the input") for _ in range(2)]
         with self.on_other_streams(streams):
             found, expected = (call(leaf) for call, leaf in zip((self.call, self.twin), leaves, strict=True))
-        self.on_their_way = False
         assert found.requires_grad == expected.requires_grad
         if found.requires_grad:
             losses = [loss_of(found), loss_of(expected)]
@@ -362,7 +361,6 @@ class Steps(RuleBasedStateMachine):
         x = self.batch(size, takes)
         with mode():
             assert_equal(whole(self.call(x)), whole(self.twin(x)), "outputs", atol=1e-9)
-        self.on_their_way = False
 
     def run_backward(self, number: int | None, retain: bool = False) -> None:
         """Of one of the graphs, or of all together."""
@@ -371,7 +369,6 @@ class Steps(RuleBasedStateMachine):
             sum(losses).backward(retain_graph=retain)
         if not retain:
             self.pending = [graph for graph in self.pending if not any(graph is each for each in chosen)]
-        self.on_their_way = self.is_sharded and not self.is_last
         self.waits = self.waits or not self.syncs
         for *losses, leaves, _ in chosen:
             assert_equal(*map(whole, losses), "losses", atol=1e-9)
@@ -401,22 +398,19 @@ class Steps(RuleBasedStateMachine):
         """No parameter gets one."""
         x = self.batch(size, takes).requires_grad_()
         assert_equal(*(torch.autograd.grad(loss_of(call(x)), x) for call in (self.call, self.twin)), "", atol=1e-9)
-        self.on_their_way = False
 
     @rule(size=sizes, takes=takes)
     def step_that_sums(self, size: int, takes: int = 1) -> None:
         """What waits is summed, also of a unit that this does not reach. A communication hook has to reach all."""
         if self.is_composable:
             self.net.set_requires_gradient_sync(True)
-        if self.is_sharded:
-            self.net.set_is_last_backward(True)
-        self.syncs = self.is_last = True
+        self.syncs = True
         x = self.batch(size, takes | self.has_comm_hook)
         for call in (self.call, self.twin):
             output = call(x)
             if output.requires_grad:
                 loss_of(output).backward()
-        self.waits = self.on_their_way = False
+        self.waits = False
         self.look()
 
     # What users do between them.
@@ -426,9 +420,9 @@ class Steps(RuleBasedStateMachine):
         self.may_be_zeros = (self.may_be_zeros or self.waits) and not set_to_none
         for each in (self.optimizer, self.of_twin) if by_optimizer else self.both():
             each.zero_grad(set_to_none)
-        self.waits = self.on_their_way = False
+        self.waits = False
 
-    @precondition(lambda self: not (self.waits or self.on_their_way or self.may_be_zeros))
+    @precondition(lambda self: not (self.waits or self.may_be_zeros))
     @rule(clips=st.booleans())
     def optimizer_step(self, clips: bool) -> None:
         if clips:
@@ -461,7 +455,7 @@ class Steps(RuleBasedStateMachine):
         else:
             self.net.load_state_dict(values)
 
-    @precondition(lambda self: not (self.waits or self.on_their_way))
+    @precondition(lambda self: not self.waits)
     @rule(count=counts)
     def goes_on_with_other_slots(self, count: int) -> None:
         """In a new model, with an optimizer that has no state yet."""
@@ -474,7 +468,7 @@ class Steps(RuleBasedStateMachine):
             parameter.requires_grad_(flag)
         self.net.train(mode)
 
-    @precondition(lambda self: not (self.waits or self.on_their_way))
+    @precondition(lambda self: not self.waits)
     @rule(moves=st.booleans())
     def converts(self, moves: bool) -> None:
         self.pending.clear()
@@ -529,7 +523,6 @@ class Steps(RuleBasedStateMachine):
     def after_an_error(self, calls: Tensor, came_to_backward: bool = True, at_once: bool = False) -> None:
         for each in self.both():
             each.calls.copy_(calls)
-        self.on_their_way = False
         # A graph that was recorded keeps full parameters, and says so if a call that fails has gathered them again.
         self.pending = [graph for graph in self.pending if not (self.is_sharded and graph[-1] == "of the input")]
         if came_to_backward:
@@ -632,18 +625,15 @@ class Steps(RuleBasedStateMachine):
     )
     def settings_of_units(self, which: int, setting: tuple[Any, ...]) -> None:
         name, value, *recurse = setting
-        if name == "is_last_backward":
-            self.is_last = value
-        elif name == "reshard_after_forward":
+        if name == "reshard_after_forward":
             value = self.groups(value)
         elif name == "reshard_after_backward":
             self.may_stay_full |= not value
         elif "prefetch" in name:
             value = [self.unit(other) for other in value]
-        unit = self.net if name == "is_last_backward" else self.unit(which)
-        getattr(unit, f"set_{name}")(value, **({"recurse": recurse[0]} if recurse else {}))
+        getattr(self.unit(which), f"set_{name}")(value, **({"recurse": recurse[0]} if recurse else {}))
 
-    @precondition(lambda self: self.is_sharded and not self.waits and not self.on_their_way)
+    @precondition(lambda self: self.is_sharded and not self.waits)
     @rule(which=units, divisor=st.sampled_from([1.0, 2.0, 4.0]), factor=st.sampled_from([1.0, 2.0]), size=sizes)
     def sums_are_divided_and_hooked(self, which: int, divisor: float, factor: float, size: int) -> None:
         self.pending = [graph for graph in self.pending if graph[-1] is None]
@@ -662,7 +652,7 @@ class Steps(RuleBasedStateMachine):
             return
         found, expected = (units[which % len(units)](x.clone()) for units in both)
         assert_equal(whole(found), whole(expected), "outputs of a unit", atol=1e-9)
-        if found.requires_grad and self.syncs and self.is_last and not self.waits:
+        if found.requires_grad and self.syncs and not self.waits:
             for output in (found, expected):
                 loss_of(output).backward()
 
@@ -688,7 +678,6 @@ class Steps(RuleBasedStateMachine):
             self.net.set_requires_gradient_sync(True)
         if self.is_sharded:
             self.reshard_all()
-            self.net.set_is_last_backward(True)
         self.net.requires_grad_(True).train()
         found = self.bytes_after_steps()
         self.discard()

@@ -128,10 +128,9 @@ def _flat_copies(grads: Sequence[Tensor | None]) -> Callable[[], list[Tensor | N
     return taken
 
 
-def _lent(grads: Sequence[Tensor | None], unit_module: Any) -> list[Tensor | None]:
-    """Gradients where the last launch has left them, for units; copies if the next launch may come before the sums."""
-    lends = unit_module.ends_with_sums
-    return [None if grad is None else grad.detach() if lends else grad.clone() for grad in grads]
+def _lent(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients where the last launch has left them, for units: each backward ends after their sums."""
+    return [None if grad is None else grad.detach() for grad in grads]
 
 
 _MOST_PATTERNS = 4
@@ -286,7 +285,7 @@ class Captured:
             grads, unit_module = found[count:], self._unit_module
             # What is captured later than the pieces below lies where these write: they run before the sums.
             lends = unit_module is not None and not piece.recordings
-            taken = partial(_lent, grads, unit_module) if lends else _flat_copies(grads)
+            taken = partial(_lent, grads) if lends else _flat_copies(grads)
             recording = Recording(graphs, found[:count], taken)
         piece.recordings[pattern] = recording
         return recording

@@ -278,7 +278,6 @@ class BackwardPass:
         reaches_units: true if units take part, not only parameters that a loss uses directly.
         is_recorded: true if a graph of this backward is recorded (``create_graph=True``).
         has_returned: true once a task has ended while others run on.
-        has_finished: true once streams wait for all sums, or if the pass has failed.
     """
 
     def __init__(
@@ -295,7 +294,7 @@ class BackwardPass:
         self._end_task, self._before_step = end_task, before_step
         self.slots = 0
         self.include(slots)
-        self.reaches_units = self.is_recorded = self.has_returned = self.has_finished = self._is_over = False
+        self.reaches_units = self.is_recorded = self.has_returned = self._is_over = False
         self.tasks: set[PassOfBackward] = set()
         self._changed = threading.Condition()
         self._to_come: dict[object, list[int]] = {}  # for each slot bytes of gradients that it has still to deliver
@@ -422,7 +421,6 @@ class BackwardPass:
         if self.has_returned:
             for gradients in units:
                 gradients.note_lost(self.computing)
-        self.has_finished = True
 
     def _make_computing_wait(self) -> None:
         wait_for([] if self.latest_sum is None else [self.latest_sum], self.computing.values())
@@ -462,7 +460,6 @@ class BackwardPass:
         self.restorers.clear()
         self.make_callers_wait()
         self.summed.end_pass()  # uses gradients on the current streams, which wait for the sums now
-        self.has_finished = True
 
 
 class UnitGradients:

@@ -127,11 +127,6 @@ class UnitModule(Registries):
             self.root_call.in_graphs[self.slot_unit.slot].append(self.slot_unit)
             self.root_call.begin_unit(self.unit, self.slot_unit.slot)
 
-    @property
-    def ends_with_sums(self) -> bool:
-        """True if each backward ends after the sums of its gradients, so that the next one may overwrite these."""
-        return all(unit.is_last_backward for unit in self.root_call.tree.units)
-
 
 class ModuleCall:
     """One call of a unit's module on a slot, until its backward has ended.

@@ -311,14 +311,12 @@ class Tree:
         self._changed = threading.Condition()
         self._registering = threading.Lock()  # guards what a tree registers, and how many calls run
         self._number_of_calls = 0
-        self._unfinished: list[BackwardPass] = []  # of passes before the last one of a step
         self.machines, self.gathers = self.units[0].machines, self.units[0].gathers
         self.order_of_sums: list[int] = []
 
     @contextmanager
     def calling(self, number_of_slots: int) -> Iterator[RootCall]:
         """Wraps a call of the root on the first ``number_of_slots`` slots. Call `prepare` before."""
-        self.finish_sums()
         with self._registering:
             # The sharded parameters stay in the user's modules until the last running call has ended.
             self._number_of_calls += 1
@@ -379,15 +377,6 @@ class Tree:
             return None
         return GivenEvents([given] if isinstance(given, torch.Event) else given)
 
-    def finish_sums(self) -> None:
-        """Makes streams wait for the sums of passes before the last one of a step."""
-        while self._unfinished:
-            try:
-                ended = self._unfinished.pop(0)
-            except IndexError:  # another thread has taken the last ones
-                return
-            ended.wait_for_sums()
-
     def join_pass(
         self, call: RootCall | None = None, only_if_alone: bool = False, reaches_units: bool = True
     ) -> BackwardPass:
@@ -447,8 +436,6 @@ class Tree:
         """Returns the sums over machines of a new pass; ``None`` with one machine, or if no unit synchronises."""
         if self.machines is None or not any(unit.requires_gradient_sync for unit in self.units):
             return None
-        if any(unit.gradients.partial is not None or not unit.requires_all_reduce for unit in self.units):
-            self.finish_sums()  # partial sums, which wait for other machines, are part of the next sums
         units = [unit.gradients for unit in self.units]
         return SumsOverMachines(units, self.slots, self.order_of_sums, self.machines, computing)
 
@@ -475,18 +462,14 @@ class Tree:
         ended.publish()
         if ended.over_machines is not None:
             ended.over_machines.end()
-        if all(unit.is_last_backward for unit in self.units):
-            self.finish_sums()
-            self.make_owners_wait(ended.computing)  # before the hooks on gradients, which may write to shards
-            ended.wait_for_sums()
+        self.make_owners_wait(ended.computing)  # before the hooks on gradients, which may write to shards
+        ended.wait_for_sums()
 
     def _note_pass_end(self, ended: BackwardPass, has_failed: bool) -> None:
         """Frees the units after a pass, and lets threads go on that wait for its end."""
         with self._changed:
             self._pass, self._ending_thread = None, threading.get_ident()
             self._failed = [failed for failed in [*self._failed, ended] if failed.tasks]
-            if not ended.has_finished:
-                self._unfinished.append(ended)
         if has_failed and self.gathers is not None and ended.over_machines is None:
             # Other machines may wait for gathers. With sums, these have told them.
             self.gathers.state.fail(error_of_failed_pass())

@@ -488,7 +488,6 @@ class ShardedUnit:
         requires_all_reduce: sum gradients over the machines that have the same shards; otherwise partial sums wait.
         gradient_divide_factor: sums are divided by it.
         unshard_in_backward: gather this unit before its backward.
-        is_last_backward: a pass of backward waits for its sums.
         registries: where the parameters are registered in the user's modules.
         settle: waits until the tree of the last call runs no pass of backward.
         join_pass: returns the running pass of backward of that tree: `Tree.join_pass`.
@@ -509,7 +508,6 @@ class ShardedUnit:
     unshard_in_backward: bool = True
     all_reduce_hook: Callable[[Tensor], None] | None = None
     post_optim_event: torch.Event | Sequence[torch.Event] | None = None
-    is_last_backward: bool = True
 
     def __init__(
         self,

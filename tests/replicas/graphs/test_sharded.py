@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel.comm.transport_choice import why_no_tables
 from dataparallel.composable import fully_shard
-from dataparallel.sharded.units.bindings import UnitModule
 from each_form import sharded_children, whole
 from graphed_nets import SETTLE, Block, Net, build, captured, gradients, inputs, reasons, step
 
@@ -166,40 +164,19 @@ def test_a_unit_that_would_free_its_parameters_is_refused(slots: list, root: tor
     assert type(module) is Net
 
 
-class TestGradientsThatAreReadWhereTheyAre:
-    """Without ``is_last_backward`` a backward ends before its sums, and the next launch overwrites the gradients."""
-
-    def backwards(self, network: Any, root: torch.device) -> None:
+def test_gradients_that_are_read_where_they_are_are_not_overwritten(slots: list, root: torch.device) -> None:
+    """Each backward ends with its sums, before the next launch writes there."""
+    found = []
+    for graphs in (False, True):
+        network = sharded_children(build(root), slots, graphs=graphs)
         for _ in range(SETTLE):
             step(network, inputs(root))
         network.zero_grad()
-        network.set_is_last_backward(False)
         loss = network(inputs(root)).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-        network.set_is_last_backward(True)
-        loss.backward()
-
-    def test_are_not_overwritten(self, slots: list, root: torch.device) -> None:
-        found = []
-        for graphs in (False, True):
-            network = sharded_children(build(root), slots, graphs=graphs)
-            self.backwards(network, root)
-            found.append(gradients(network))
-        torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
-
-    def test_would_be_overwritten_if_all_were_lent(
-        self, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        if why_no_tables(slots) is not None:
-            pytest.skip("where copies serve, gradients are packed")
-        monkeypatch.setattr(UnitModule, "ends_with_sums", True)
-        network = sharded_children(build(root), slots, graphs=True)
-        with pytest.raises(RuntimeError, match="race"):
-            self.backwards(network, root)
-        for device in slots:
-            torch.accelerator.synchronize(device)
-        assert not reasons(network)
+        for keeps in (True, True, False):
+            loss.backward(retain_graph=keeps)
+        found.append(gradients(network))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
 
 
 class TestAUnitOfTwoModels:
