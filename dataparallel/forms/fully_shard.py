@@ -84,8 +84,8 @@ def _prepare(
             device, or on meta to be initialised later.
         reshard_after_forward: ``True`` frees the full parameters after forward. ``False`` keeps them until backward. An
             int above 1 that divides the number of slots, and is smaller, makes groups of as many slots: each slot keeps
-            a part, and backward gathers from the group. ``None`` means ``True``, but ``False`` for the outermost module, which
-            backward needs at once.
+            a part, and backward gathers from the group. ``None`` means ``True``, but ``False`` for the outermost
+            module, which backward needs at once.
         shard_placement_fn: takes a parameter and returns the ``Shard(dim)`` that says how it is cut, or ``None`` for
             ``Shard(0)``. A dimension other than 0 has to be a multiple of the number of slots.
         mp_policy: the dtypes to compute and to sum in.
