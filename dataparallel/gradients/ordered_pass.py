@@ -68,9 +68,9 @@ class ReducerPass(Protocol):
         """
 
     def fail(self, error: BaseException, missing: Iterator[GradBucket]) -> None:
-        """The pass has failed here before its end: tells the other machines, which would wait. Nobody waits here.
+        """The pass has failed here: tells the other machines. Nobody waits here.
 
-        ``missing``: the buckets that were not launched, of zeros.
+        ``missing``: the buckets that were not launched, of zeros; none after `end_pass`.
         """
 
 
@@ -292,6 +292,7 @@ class OrderedPass:
         self._taken: list[WaitingGradients] = []
         self._end_result: AsyncResult | None = None
         self._is_over = threading.Event()  # set when the end was sent, or the pass has failed
+        self._waits_for_reducer = False  # also after it has raised: then the reducer knows of the failure
 
     def keep_on_slots(self, node: Any, index: int, by_slot: Sequence[SlotGradients | None]) -> SourceGradients:
         """Keeps a bucket's gradients on the slots; see `GradientSums.keep`."""
@@ -370,7 +371,7 @@ class OrderedPass:
         self.launch_ready()
         # `launch_event` orders the computing stream after the launch. The memory of the sums is held until then.
         grads: list[Tensor | None] = []
-        streams = self._row.streams
+        streams, self._waits_for_reducer = self._row.streams, True
         with streams_set(streams):
             for of_bucket in self._row.buckets:
                 bucket = self._in_flight[0]
@@ -383,6 +384,7 @@ class OrderedPass:
                 del self._in_flight[0], bucket
         assert self._end_result is not None
         used_anywhere, order = self._end_result.wait()
+        self._waits_for_reducer = False
         with streams_set(streams):
             taken, self._taken = self._taken, []
             self._kept_gradients.remove_from_grads(taken)
@@ -398,11 +400,15 @@ class OrderedPass:
     # ---- when backward has failed ------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Backward has failed here: tells the other machines, and puts kept gradients back."""
+        """Backward has failed here: tells the other machines, and puts kept gradients back.
+
+        It may fail after the sums, in a parameter's hook: the others have the gradients then, and this one has not.
+        """
         try:
-            if self._reducer_pass is not None and not self._is_over.is_set():
+            if self._reducer_pass is not None and not self._waits_for_reducer:
+                count = len(self._row.buckets)
+                missing = range(count if self._is_over.is_set() else len(self._in_flight), count)
                 self._is_over.set()
-                missing = range(len(self._in_flight), len(self._row.buckets))
                 self._reducer_pass.fail(error, (self._summed(i, self._row.buckets[i].zeros()) for i in missing))
         finally:
             self._kept_gradients.put_back(self._taken)

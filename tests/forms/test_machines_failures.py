@@ -187,6 +187,42 @@ def test_a_step_that_fails_on_one_machine_fails_on_all_and_ends_the_group(way, w
         assert (each.kind, each.text) == (PeerFailed, text)
 
 
+def a_hook_that_fails(rank: int, devices: list[Any], way: str, register: str) -> list[BaseException | None]:
+    """The errors of four steps. In the first one, hooks on a parameter fail on the last rank, after the sums."""
+    net = made(devices, way)
+    step(net, devices, 1)
+
+    def fail(_: Any) -> None:
+        raise Fault("hook")
+
+    if rank == distributed.get_world_size() - 1:
+        getattr(net.layers[1].weight, register)(fail)
+    began, errors = time.monotonic(), [raised(lambda: step(net, devices, 2)) for _ in range(4)]
+    assert time.monotonic() - began < SOON
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("way", "register"),
+    [
+        ("replicate", "register_hook"),
+        ("replicate", "register_post_accumulate_grad_hook"),
+        ("1-D", "register_post_accumulate_grad_hook"),
+        ("2-D", "register_hook"),
+        ("hybrid", "register_hook"),
+    ],
+)
+def test_a_parameters_hook_that_fails_on_one_machine_ends_the_group(way, register):
+    *others, own = run(a_hook_that_fails, way, register)
+    assert type(own[0]) is Fault
+    for errors in others:  # they may have the gradients of the step in which it fails
+        assert type(errors[0]) in (type(None), PeerFailed)
+    later = [each for errors in (own, *others) for each in errors[1:]]
+    assert {type(each) for each in later} == {PeerFailed}
+    (text,) = {str(each) for each in later}
+    assert text.startswith(f"rank {len(others)} failed: ")
+
+
 @pytest.mark.parametrize("where", ["forward 2", "backward"])
 def test_gradients_that_wait_are_still_there(where):
     run(a_step_that_fails, "replicate", where, waits=True)

@@ -449,6 +449,15 @@ class BackwardPass:
 
     def wait_for_sums(self) -> None:
         """Makes the computing and callers' streams wait for all sums, adds sums on the host, and runs hooks."""
+        try:
+            self._receive_sums()
+        except BaseException as error:
+            if self.over_machines is not None:
+                self.over_machines.fail(error)
+            raise
+        self.has_finished = True
+
+    def _receive_sums(self) -> None:
         self._make_computing_wait()
         self._drop_deliveries()
         if self.over_machines is not None:
@@ -951,8 +960,8 @@ class SumsOverMachines:
             self._end = self._machines.lane.end(_BACKWARD, self._mask, others, order)
 
     def fail(self, error: BaseException) -> None:
-        """Tells the other machines that the pass has failed on this one before its end."""
-        if self._end is None and self._has_others:
+        """Tells the other machines that the pass has failed on this one. After its end they have used the sums."""
+        if self._has_others:
             self._machines.all.state.fail(error)
         self._is_ended = True
 
