@@ -449,15 +449,6 @@ class BackwardPass:
 
     def wait_for_sums(self) -> None:
         """Makes the computing and callers' streams wait for all sums, adds sums on the host, and runs hooks."""
-        try:
-            self._receive_sums()
-        except BaseException as error:
-            if self.over_machines is not None:
-                self.over_machines.fail(error)
-            raise
-        self.has_finished = True
-
-    def _receive_sums(self) -> None:
         self._make_computing_wait()
         self._drop_deliveries()
         if self.over_machines is not None:
