@@ -184,9 +184,11 @@ def _add_registries(
     entry: ModuleEntry, own: dict[str, Any], modules: list[Any], tensors: list[Any], expected: ExpectedArrivals | None
 ) -> None:
     """Puts the replica's tensors and children where the source has its own. Both lists end with ``None``."""
-    registry: dict[str, Any] = {} if expected is None else ParameterRegistry(entry.parameters, expected)
-    registry.update({key: tensors[i] for key, i in entry.parameters.items()})
-    own["_parameters"] = registry
+    own["_parameters"] = {key: tensors[i] for key, i in entry.parameters.items()} if entry.parameters else {}
+    if expected is not None:
+        registry = ParameterRegistry(entry.parameters, expected)
+        registry.update(own["_parameters"])
+        own["_parameters"] = registry
     own["_buffers"] = {key: tensors[i] for key, i in entry.buffers.items()} if entry.buffers else {}
     own["_modules"] = children = {key: modules[i] for key, i in entry.children.items()} if entry.children else {}
     for key in entry.proxied:
