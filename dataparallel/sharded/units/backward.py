@@ -262,9 +262,9 @@ class BackwardPass:
     """One backward of a tree: the tasks of the engine that it includes, and what the sums of all units share.
 
     It runs while one of its ``tasks`` runs: several, if several threads call backward, and each of them may return
-    before the last one. It is over when the last task has ended or one has failed. Then it takes no more gradients, and
-    after the sums it has finished. ``end_task`` is called when a task ends, and ``before_step`` before the optimizer's
-    next step if a ``backward()`` has returned while another one runs on: see `Tree`.
+    before the last one. It is over when the last task has ended or one has failed, and takes no more gradients then.
+    ``end_task`` is called when a task ends, and ``before_step`` before the optimizer's next step if a ``backward()``
+    has returned while another one runs on: see `Tree`.
 
     No slot may run far ahead of the others, because its gradients would pile up until the slowest slot has delivered
     too (`wait_for_others`).
@@ -578,9 +578,8 @@ class UnitGradients:
         with self._lock:
             waiting, added, rounds = self.waiting, {*self._added}, self._rounds.pop(ended, [])
             new = [slot for slot, of in self._new.items() if of is ended]
-            self._new, self._added = (
-                {slot: of for slot, of in slots.items() if of is not ended} for slots in (self._new, self._added)
-            )
+            self._new = {slot: of for slot, of in self._new.items() if of is not ended}
+            self._added = {slot: of for slot, of in self._added.items() if of is not ended}
             if has_failed:
                 waiting.drop_new(new)
                 return
