@@ -24,11 +24,9 @@ def sources(root: torch.device) -> list[Tensor]:
     return [tensor.requires_grad_() for tensor in tensors]
 
 
-def broadcast(slots: list, sources: list[Tensor], **arguments: Any) -> list[tuple[Tensor, ...]]:
+def broadcast(slots: list, sources: list[Tensor]) -> list[tuple[Tensor, ...]]:
     devices = [torch.device(slot) for slot in slots]
-    return broadcast_bucket(
-        devices, sources, GradientStreams.for_forward(devices, current_streams(devices)), **arguments
-    )
+    return broadcast_bucket(devices, sources, GradientStreams.for_forward(devices, current_streams(devices)))
 
 
 def loss_of(copies: list[tuple[Tensor, ...]], root: torch.device, uses: Any = lambda slot, i: True) -> Tensor:

@@ -66,7 +66,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[list[Part], int, int, int]:
     return parts, in_shard, in_full, unit
 
 
-KINDS = st.sampled_from(["ordinary", "bits", "subnormal", "edges"])
+KINDS = st.sampled_from(["ordinary", "bits", "subnormal", "edges", "zeros"])
 """Of floats: ``bits`` are random ones, which have NaNs, infinities and exponents far apart."""
 
 
@@ -94,6 +94,8 @@ class Draws:
         if self._kind == "bits":
             nbytes = count * dtype.itemsize
             return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=self._generator).view(dtype)
+        if self._kind == "zeros":  # of both signs
+            return torch.tensor([0.0, -0.0])[torch.randint(2, (count,), generator=self._generator)].to(dtype)
         info = torch.finfo(dtype)
         top, low, small = info.max, info.smallest_normal, info.smallest_normal * info.eps
         if self._kind == "edges":
