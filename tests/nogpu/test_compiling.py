@@ -19,7 +19,7 @@ import torch
 from torch.utils import cpp_extension
 
 from nogpu import SimulationUnavailable, ToolsMissing, compiling
-from nogpu.compiling import Extension, Library, build_library, load_extension, path_of
+from nogpu.compiling import Extension, Library, build_library, check_tools, load_extension, path_of
 from nogpu.simulated.extension import EXTENSION
 from processes import environment
 
@@ -84,6 +84,16 @@ def sources(tmp_path, monkeypatch) -> Path:
 def extension(sources) -> Extension:
     """A module of these lines, in place of the accelerators."""
     return dataclasses.replace(EXTENSION, folders=(sources,))
+
+
+@pytest.fixture
+def compiler() -> str:
+    """The C++ compiler. Skips the test if any tool for compiling is missing."""
+    try:
+        check_tools(EXTENSION)
+    except ToolsMissing as error:
+        pytest.skip(str(error))
+    return cpp_extension.get_cxx_compiler()
 
 
 @pytest.fixture

@@ -21,6 +21,20 @@ def fresh():
     gc.collect()
 
 
+@pytest.fixture
+def capacity():
+    """A function that limits a device to a number of bytes, until the test ends."""
+    limited = []
+
+    def limit(size, device):
+        limited.append(device)
+        torch.sim.set_memory_capacity(size, device)
+
+    yield limit
+    for device in limited:
+        torch.sim.set_memory_capacity(None, device)
+
+
 def settles_at(growths, expected):
     """True once the bytes are these, within a second: a thread of the engine may free its part of a graph late."""
     for _ in range(100):
