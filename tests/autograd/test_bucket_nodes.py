@@ -85,6 +85,14 @@ def test_a_source_with_repeats_has_a_whole_gradient(slots: list, root: torch.dev
     assert torch.equal(gradient.cpu(), factors * len(slots))
 
 
+def test_gradients_of_gradients(slots: list, root: torch.device, sources: list) -> None:
+    grads = torch.autograd.grad(loss_of(broadcast(slots, sources), root), sources, create_graph=True)
+    sum(grad.square().sum() for grad in grads).backward()
+    for source, first in zip(sources, expected(sources, slots), strict=True):
+        factor = (first / source.detach()).mean()
+        torch.testing.assert_close(source.grad, 2 * factor * first, rtol=1e-12, atol=0)
+
+
 def test_sparse_gradients_travel_beside_flat_ones(slots: list, root: torch.device, sources: list) -> None:
     table = torch.randn(5, 2, dtype=torch.float64).to(root).requires_grad_()
     for _ in range(2):
