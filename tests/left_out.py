@@ -1,13 +1,11 @@
 """Leaves out one guard of the library in this process: a wait or an event, by the place of its call.
 
-Guards are found by the syntax tree of the package. A guard is
+Guards are found by the syntax trees of a folder of the package. A guard is
 
-- a call of torch's that makes a stream wait, records an event or names a stream for memory: ``wait_stream``,
-  ``wait_event``, ``record_event``, ``record_stream``, ``event.wait(stream)``, ``event.record(stream)``, and
-  ``synchronize``, by which the host waits for a device;
-- a call of the library's ``make_wait``, or of a function of the library that does nothing but call guards;
+- a call of ``make_wait``, ``wait_stream`` or ``record_stream``, or of ``synchronize``, by which the host waits;
+- a call of a function of the folder that does nothing but call guards;
 - an event of the library that is kept: a call of `EVENTS`. If its ``make_wait`` is called at once, that is the guard;
-- a use of a context that joins streams (`JOINED`); without the guard it only makes them current.
+- a use of ``streams_joined``, which joins streams; without the guard it only makes them current.
 
 Waits of threads for threads are none.
 """
@@ -31,8 +29,7 @@ from dataparallel.comm.streams.current import Event, GivenEvents, streams_set
 ROOT = Path(__file__).resolve().parent.parent
 
 EVENTS = {"Event", "GivenEvents", "Arrival", "ReadyEvent"}
-JOINED = {"streams_joined", "forward_streams_set"}
-STREAM_CALLS = {"wait_stream", "wait_event", "record_stream", "make_wait"}
+STREAM_CALLS = {"wait_stream", "record_stream", "make_wait"}
 
 
 @dataclass(frozen=True)
@@ -41,36 +38,33 @@ class Guard:
 
     name: str
     file: str
-    how: str  # "nothing", "blank" or the name of a context
+    how: str  # "nothing", "blank" or "streams_joined"
     start: int
     end: int
 
 
-def guards_of(root: Path) -> dict[str, list[Guard]]:
-    """The guards of the package below ``root``, by file, without those of ``dataparallel/testing``."""
+def guards_in(folder: str) -> dict[str, Guard]:
+    """The guards of a folder of the package, by their names below it."""
     trees = {}
-    for path in sorted((root / "dataparallel").rglob("*.py")):
-        file = str(path.relative_to(root))
-        if not file.startswith("dataparallel/testing/"):
-            trees[file] = (path.read_bytes(), ast.parse(path.read_bytes()))
+    for path in sorted((ROOT / "dataparallel" / folder).rglob("*.py")):
+        trees[str(path.relative_to(ROOT))] = (path.read_bytes(), ast.parse(path.read_bytes()))
     package = _Package({file: tree for file, (_, tree) in trees.items()})
-    found = {file: _in_file(file, source, tree, package) for file, (source, tree) in trees.items()}
-    return {file: guards for file, guards in found.items() if guards}
+    found = [guard for file, (source, tree) in trees.items() for guard in _in_file(file, source, tree, package)]
+    return {guard.name.removeprefix(folder): guard for guard in found}
 
 
 class _Package:
-    """Which functions of the package only order streams."""
+    """Which functions of the folder only order streams."""
 
     def __init__(self, trees: dict[str, ast.Module]) -> None:
         self.functions: set[tuple[str, str]] = set()  # module and name
         self.own_methods: set[tuple[str, str, str]] = set()  # file, class and name
         self.imports = {file: _imports(tree) for file, tree in trees.items()}
-        self._defined: dict[tuple[str, int], set[tuple[str, str]]] = defaultdict(set)  # file and class of each method
+        self._defined: dict[str, set[tuple[str, str]]] = defaultdict(set)  # file and class of each method
         for file, tree in trees.items():
             for owner, function in _functions(tree):
                 if owner is not None:
-                    self._defined[function.name, _count(function)].add((file, owner))
-        self._files = {_module(file): file for file in trees}
+                    self._defined[function.name].add((file, owner))
         before = -1
         while before != len(self.functions) + len(self.own_methods):
             before = len(self.functions) + len(self.own_methods)
@@ -82,7 +76,7 @@ class _Package:
                         else:
                             self.own_methods.add((file, owner, function.name))
 
-    def is_guard(self, call: ast.Call, file: str, owner: str | None, function: ast.FunctionDef | None = None) -> bool:
+    def is_guard(self, call: ast.Call, file: str, owner: str | None) -> bool:
         """True if the call orders streams, and its value is not used as an event."""
         called = call.func
         if isinstance(called, ast.Name):
@@ -91,18 +85,10 @@ class _Package:
             return False
         if called.attr in STREAM_CALLS or (called.attr == "synchronize" and not call.args):
             return True
-        if called.attr in ("wait", "record") and len(call.args) == 1 and function is not None:
-            return _is_stream(call.args[0], function) or _is_recorded(called.value, function)
         if isinstance(called.value, ast.Name) and called.value.id == "self" and owner is not None:
             return (file, owner, called.attr) in self.own_methods
-        return self._orders(called.attr, len(call.args), file)
-
-    def _orders(self, method: str, arguments: int, file: str) -> bool:
-        """True if all methods of that name which the file may know only order streams."""
-        classes = self._defined.get((method, arguments), set())
-        near = {file, *(self._files.get(module) for module, _ in self.imports[file].values())}
-        classes = {each for each in classes if each[0] in near} or classes
-        return bool(classes) and all((*each, method) in self.own_methods for each in classes)
+        classes = self._defined.get(called.attr, set())
+        return bool(classes) and all((*each, called.attr) in self.own_methods for each in classes)
 
 
 def _in_file(file: str, source: bytes, tree: ast.Module, package: _Package) -> list[Guard]:
@@ -128,7 +114,7 @@ def _in_file(file: str, source: bytes, tree: ast.Module, package: _Package) -> l
         called = node.func
         if isinstance(called, ast.Name):
             module, name = package.imports[file].get(called.id, (_module(file), called.id))
-            if name in JOINED and module.startswith("dataparallel."):
+            if name == "streams_joined" and module.startswith("dataparallel."):
                 add(node, place, name, name)
                 continue
             if name in EVENTS and module.startswith("dataparallel."):
@@ -136,9 +122,7 @@ def _in_file(file: str, source: bytes, tree: ast.Module, package: _Package) -> l
                 if not waits_at_once:
                     add(node, place, name, "blank")
                 continue
-        if isinstance(called, ast.Attribute) and called.attr == "record_event":
-            add(node, place, "record_event", "blank")
-        elif package.is_guard(node, file, owner, function):
+        if package.is_guard(node, file, owner):
             add(node, place, called.attr if isinstance(called, ast.Attribute) else called.id, "nothing")
     return found
 
@@ -178,7 +162,7 @@ def _only_orders(function: ast.FunctionDef, package: _Package, file: str, owner:
             if isinstance(node.value, ast.Constant):
                 continue
             call = node.value
-            if not (isinstance(call, ast.Call) and package.is_guard(call, file, owner, function)):
+            if not (isinstance(call, ast.Call) and package.is_guard(call, file, owner)):
                 return False
             if isinstance(call.func, ast.Attribute) and call.func.attr == "synchronize":
                 return False  # the host's waits are named one by one
@@ -198,26 +182,6 @@ def _parts(target: ast.expr) -> list[ast.expr]:
     return [*target.elts] if isinstance(target, ast.Tuple) else [target]
 
 
-def _is_stream(argument: ast.expr, function: ast.FunctionDef) -> bool:
-    """True if the argument is a parameter that is annotated as a stream."""
-    parameters = {each.arg: each.annotation for each in [*function.args.args, *function.args.kwonlyargs]}
-    annotation = parameters.get(argument.id) if isinstance(argument, ast.Name) else None
-    return annotation is not None and "Stream" in ast.unparse(annotation)
-
-
-def _is_recorded(receiver: ast.expr, function: ast.FunctionDef) -> bool:
-    """True if the receiver is a variable to which the function has assigned a recorded event."""
-    if not isinstance(receiver, ast.Name):
-        return False
-    for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            called = node.value.func
-            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-            if isinstance(called, ast.Attribute) and called.attr == "record_event" and receiver.id in names:
-                return True
-    return False
-
-
 def _imports(tree: ast.Module) -> dict[str, tuple[str, str]]:
     return {
         alias.asname or alias.name: (node.module or "", alias.name)
@@ -231,11 +195,6 @@ def _module(file: str) -> str:
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def _count(function: ast.FunctionDef) -> int:
-    """How many arguments a call of the method has."""
-    return len(function.args.args) - 1
-
-
 _ONLY_ORDER = {
     "wait_for",
     "meet",
@@ -247,12 +206,6 @@ _ONLY_ORDER = {
     "<genexpr>",
 }
 """Functions behind whose callers' lines an event may be recorded or waited for."""
-
-
-def guards_in(folder: str) -> dict[str, Guard]:
-    """The guards of a folder of the package, by their names below it."""
-    found = [guard for guards in guards_of(ROOT).values() for guard in guards]
-    return {g.name.removeprefix(folder): g for g in found if g.name.startswith(folder)}
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def made(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Modul
 
 
 def outcome(function: Callable[..., Any], inputs: tuple[Any, ...], device: torch.device | str) -> list[Any]:
-    """The tensors that the function returns, and its inputs' gradients after a backward, all moved to the CPU."""
+    """What the function returns, and its inputs' gradients and buffers after a backward, all moved to the CPU."""
     leaves = [fresh(value, device) for value in inputs]
     torch.manual_seed(1)
     outputs = [leaf for leaf in tree_leaves(function(*leaves)) if isinstance(leaf, Tensor)]
@@ -36,13 +36,16 @@ def outcome(function: Callable[..., Any], inputs: tuple[Any, ...], device: torch
     if wanted:
         torch.autograd.backward(wanted, [cotangent(output) for output in wanted])
     gradients = [leaf.grad for value in leaves for leaf in tensors(value) if leaf.requires_grad]
-    return tree_map(to_cpu, [*outputs, *gradients])
+    buffers = [buffer for leaf in leaves if isinstance(leaf, nn.Module) for buffer in leaf.buffers()]
+    return tree_map(to_cpu, [*outputs, *gradients, *buffers])
 
 
-def assert_as_on_the_cpu(function: Callable[..., Any], *inputs: Any, **tolerances: Any) -> None:
-    """Fails unless the function and its backward return the same on a simulated device as on the CPU."""
+def assert_as_on_the_cpu(
+    function: Callable[..., Any], *inputs: Any, device: torch.device = DEVICE, **options: Any
+) -> None:
+    """Fails unless the function and its backward return the same on the device as on the CPU."""
     torch.testing.assert_close(
-        outcome(function, inputs, DEVICE), outcome(function, inputs, "cpu"), equal_nan=True, **tolerances
+        outcome(function, inputs, device), outcome(function, inputs, "cpu"), equal_nan=True, **options
     )
 
 
@@ -60,8 +63,9 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def cotangent(output: Tensor) -> Tensor:
-    values = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(2))
-    return values.to(output.device)
+    """The same numbers in every dtype."""
+    dtype = torch.complex128 if output.is_complex() else torch.float64
+    return torch.randn(output.shape, dtype=dtype, generator=torch.Generator().manual_seed(2)).to(output)
 
 
 def launches_of(function: Callable[..., Any], *arguments: Any) -> dict[int, int]:

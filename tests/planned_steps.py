@@ -40,16 +40,13 @@ class Case(NamedTuple):
     optimizer: Callable[..., torch.optim.Optimizer]
     memory_format: torch.memory_format = torch.preserve_format
     autocast: bool = False
-    training: bool = True
 
 
 CASES = {
     "images": Case("resnet", sgd),
     "images-channels_last": Case("resnet", sgd, torch.channels_last),
     "images-autocast": Case("resnet", adam, autocast=True),
-    "images-eval": Case("resnet", sgd, training=False),
     "gpt": Case("gpt with tied weights", adam),
-    "gpt-autocast": Case("gpt with tied weights", torch.optim.AdamW, autocast=True),
     "bert": Case("bert", adam),
     "lstm": Case("lstm and gru", sgd),
 }
@@ -67,7 +64,7 @@ def figures(case: Case, wrap: Callable[[nn.Module], Any], devices: list[torch.de
     """Of two steps, because the first one makes what later ones use again."""
     gc.collect()
     start = [torch.sim.memory_allocated(device) for device in devices]
-    module = on_device(MODELS[case.model].build, devices[0]).float().train(case.training)
+    module = on_device(MODELS[case.model].build, devices[0]).float()
     module.to(memory_format=case.memory_format)
     model, optimizer = wrap(module), case.optimizer(module.parameters())
     args, kwargs = in_float(MODELS[case.model].batch(7, 0))

@@ -1,7 +1,5 @@
 """Gradients travel in buckets while backward still runs. The size of buckets changes only the order of events."""
 
-import functools
-
 import pytest
 import torch
 from torch import nn
@@ -9,8 +7,6 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import dataparallel as dp
 from dataparallel import DataParallel
-from dataparallel.testing.models import CASES
-from dataparallel.testing.parity import assert_same_training
 from graphs import nodes_of
 from overlap import Layers, Overlap
 
@@ -82,20 +78,6 @@ def test_gradcheck_and_gradgradcheck_through_several_buckets(slots, root):
 
     assert gradcheck(call, (x, *parameters))
     assert gradgradcheck(call, (x, *parameters))
-
-
-@pytest.mark.slots(3)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_training_is_the_same_with_a_bucket_for_each_parameter(case, slots):
-    assert_same_training(
-        case.build,
-        [case.batch(7, step) for step in range(2)],
-        slots,
-        dim=case.dim,
-        optimizer=case.optimizer,
-        by_chunks=case.by_chunks,
-        wrap=functools.partial(DataParallel, bucket_cap_mb=1e-9),
-    )
 
 
 @pytest.mark.devices("cpu")

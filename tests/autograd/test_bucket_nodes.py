@@ -9,9 +9,51 @@ import pytest
 import torch
 from torch import Tensor
 
-from buckets import broadcast, check, expected, loss_of
-from dataparallel.autograd.bucket_gradients import Packing, SlotGradients
+from dataparallel.autograd.bucket_gradients import GradientStreams, broadcast_bucket
+from dataparallel.comm.streams.current import current_streams
 from graphs import nodes_of
+
+SHAPES = [(3,), (2, 4), (), (3,), (4, 2, 3, 3)]
+
+
+@pytest.fixture
+def sources(root: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, dtype=torch.float64, generator=generator).to(root) for shape in SHAPES]
+    tensors[-1] = tensors[-1].contiguous(memory_format=torch.channels_last)
+    return [tensor.requires_grad_() for tensor in tensors]
+
+
+def broadcast(slots: list, sources: list[Tensor]) -> list[tuple[Tensor, ...]]:
+    devices = [torch.device(slot) for slot in slots]
+    return broadcast_bucket(devices, sources, GradientStreams.for_forward(devices, current_streams(devices)))
+
+
+def loss_of(copies: list[tuple[Tensor, ...]], root: torch.device, uses: Any = lambda slot, i: True) -> Tensor:
+    """Each slot's gradient is its number, from 1 on, times the copy's position, from 1 on, times twice the copy."""
+    losses = [
+        (slot + 1) * (i + 1) * copy.square().sum().to(root)
+        for slot, of_slot in enumerate(copies)
+        for i, copy in enumerate(of_slot)
+        if uses(slot, i)
+    ]
+    return sum(losses)  # type: ignore[return-value]
+
+
+def expected(sources: list[Tensor], slots: list, uses: Any = lambda slot, i: True) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    for i, source in enumerate(sources):
+        weight = sum(slot + 1 for slot in range(len(slots)) if uses(slot, i))
+        found.append(2 * (i + 1) * weight * source.detach() if weight else None)
+    return found
+
+
+def check(sources: list[Tensor], wanted: list[Tensor | None]) -> None:
+    for source, gradient in zip(sources, wanted, strict=True):
+        if gradient is None:
+            assert source.grad is None
+        else:
+            torch.testing.assert_close(source.grad, gradient, rtol=1e-12, atol=0)
 
 
 def numbers_of_nodes(output: Tensor) -> dict[str, int]:
@@ -33,25 +75,6 @@ def test_copies_are_the_sources_and_gradients_their_sums(slots: list, root: torc
     assert sources[-1].grad.stride() == sources[-1].stride()
 
 
-@pytest.mark.parametrize(
-    "uses",
-    [
-        lambda slot, i: i != 1,  # unused by all
-        lambda slot, i: not (slot == 0 and i == 2),  # by the first slot
-        lambda slot, i: slot > 0,  # the first slot uses none
-        lambda slot, i: slot == 1 or i == 0,
-        lambda slot, i: slot == i,
-        lambda slot, i: slot == 0 and i == 3,
-    ],
-)
-def test_gradients_are_none_where_no_slot_has_one(slots: list, root: torch.device, sources: list, uses: Any) -> None:
-    for _ in range(2):
-        for source in sources:
-            source.grad = None
-        loss_of(broadcast(slots, sources), root, uses).backward()
-        check(sources, expected(sources, slots, uses))
-
-
 def test_a_source_with_repeats_has_a_whole_gradient(slots: list, root: torch.device, sources: list) -> None:
     repeated = torch.arange(3.0, dtype=torch.float64).to(root).expand(2, 3).requires_grad_()
     copies = broadcast(slots, [*sources, repeated])
@@ -60,20 +83,6 @@ def test_a_source_with_repeats_has_a_whole_gradient(slots: list, root: torch.dev
     losses = [(of_slot[-1] * factors.to(of_slot[-1].device)).sum().to(root) for of_slot in copies]
     (gradient,) = torch.autograd.grad(sum(losses) + loss_of([of_slot[:-1] for of_slot in copies], root), [repeated])
     assert torch.equal(gradient.cpu(), factors * len(slots))
-
-
-def test_a_graph_can_be_gone_through_again(slots: list, root: torch.device, sources: list) -> None:
-    loss = loss_of(broadcast(slots, sources), root)
-    for times in (1, 2, 3):
-        loss.backward(retain_graph=True)
-        check(sources, [times * gradient for gradient in expected(sources, slots)])
-
-
-def test_gradients_of_some_sources_alone(slots: list, root: torch.device, sources: list) -> None:
-    loss = loss_of(broadcast(slots, sources), root)
-    (gradient,) = torch.autograd.grad(loss, [sources[3]])
-    torch.testing.assert_close(gradient, expected(sources, slots)[3], rtol=1e-12, atol=0)
-    assert all(source.grad is None for source in sources)
 
 
 def test_gradients_of_gradients(slots: list, root: torch.device, sources: list) -> None:
@@ -120,20 +129,6 @@ def test_anomaly_detection_finds_none_in_envelopes(slots: list, root: torch.devi
     with torch.autograd.detect_anomaly(check_nan=True):
         loss_of(broadcast(slots, sources), root).backward()
     check(sources, expected(sources, slots))
-
-
-def test_gradients_are_taken_out_of_a_flat_buffer(make_slots: Any) -> None:
-    root = torch.device(make_slots(2)[0])
-    grads = [torch.arange(3.0, device=root), None, torch.ones(2, 2, device=root)]
-    packing = Packing([root, torch.device("meta")], [grads[0], torch.ones(1, device=root), grads[2]], None)
-    with torch.no_grad():
-        brought = SlotGradients(grads, packing.bucket_of(grads))
-    assert brought.flat is not None
-    assert brought.flat.numel() == 7
-    first, second, third = brought.as_list()
-    assert torch.equal(first, grads[0])
-    assert second is None
-    assert torch.equal(third, grads[2])
 
 
 def test_no_two_gradients_meet_between_the_nodes(slots: list, root: torch.device, sources: list) -> None:

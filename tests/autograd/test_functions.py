@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint  # without it the CPU generator has not to be restored
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F
@@ -77,21 +75,6 @@ def test_gather_of_numbers_is_a_twice_differentiable_vector(slots: list, root: t
     vector = Gather.apply(root, 5, *numbers)
     assert vector.tolist() == [number.item() for number in numbers]
     assert_twice_differentiable(lambda *numbers: Gather.apply(root, 0, *numbers), *numbers)
-
-
-@settings(max_examples=25)
-@given(st.data())
-def test_scatter_then_gather_passes_gradients_through(make_slots: Callable, data: st.DataObject) -> None:
-    slots = make_slots(data.draw(st.integers(1, 4)))
-    shape = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
-    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.complex64]))
-    source = leaf(*shape, device=slots[0], dtype=dtype)
-    whole = Gather.apply(slots[0], dim, *Scatter.apply(slots, None, dim, source))
-    gradient = torch.randn_like(whole)
-    whole.backward(gradient)
-    assert torch.equal(whole, source)
-    assert torch.equal(source.grad, gradient)
 
 
 # Which gradients there are
@@ -199,9 +182,7 @@ def test_chunks_have_holes_only_if_the_batch_has_some(slots: list, root: torch.d
 # Errors and the shape of the graph
 
 
-def test_sums_refuse_mixed_shapes_and_dtypes(root: torch.device) -> None:
-    with pytest.raises(ValueError, match=r"at position 1.*2,.*3,"):
-        ReduceAddCoalesced.apply(root, 2, *(leaf(size, device=root) for size in (2, 2, 2, 3)))
+def test_sums_refuse_another_number_of_tensors(root: torch.device) -> None:
     with pytest.raises(ValueError, match="3 tensors cannot be 2 for each slot"):
         ReduceAddCoalesced.apply(root, 2, *(leaf(2, device=root) for _ in range(3)))
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dataparallel import DataParallel, _torch
+from dataparallel import _torch
 from dataparallel.autograd.node import groups_that_share
-from dataparallel.composable import fully_shard, replicate
 from dataparallel.testing.cases import seeded
+from each_form import graphing_forms, replicating_forms, whole
 from sharded_steps import on_device
 
 WIDTH = 6
@@ -45,23 +45,7 @@ class Towers(nn.Module):
         return self.a(x), self.b(x)
 
 
-def sharded(model: nn.Module, slots: Any) -> Any:
-    for child in model.children():
-        fully_shard(child, devices=slots)
-    return fully_shard(model, devices=slots)
-
-
-every_form = pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(DataParallel, id="DataParallel"),
-        pytest.param(lambda model, slots: replicate(model, devices=slots), id="replicate"),
-        pytest.param(sharded, id="fully_shard"),
-    ],
-)
-
-
-@every_form
+@graphing_forms
 def test_the_backward_of_a_slot_begins_when_all_gradients_are_there(form: Any, slots: list, root: torch.device) -> None:
     """Otherwise the second output's would be there long before the first one's."""
     seen: list[str] = []
@@ -78,7 +62,7 @@ def test_the_backward_of_a_slot_begins_when_all_gradients_are_there(form: Any, s
 
 @pytest.mark.slots(4)
 @pytest.mark.devices("sim", "cuda")
-@every_form
+@graphing_forms
 def test_gradients_have_the_same_bits_in_every_run(form: Any, slots: list, root: torch.device) -> None:
     """In whatever order they come to the slots."""
     model = form(on_device(seeded(Interleaved), root).float(), slots)
@@ -87,12 +71,11 @@ def test_gradients_have_the_same_bits_in_every_run(form: Any, slots: list, root:
     for _ in range(30):
         model.zero_grad()
         sum(output.square().mean() for output in model(x)).backward()
-        grad: Any = next(model.parameters()).grad
-        found.add(tuple((grad.full_tensor() if hasattr(grad, "full_tensor") else grad).flatten().tolist()))
+        found.add(tuple(whole(next(model.parameters()).grad).flatten().tolist()))
     assert len(found) == 1
 
 
-@every_form
+@graphing_forms
 @pytest.mark.parametrize("first", [0, 1])
 def test_outputs_that_share_nothing_have_backwards_of_their_own(
     first: int, form: Any, slots: list, root: torch.device
@@ -129,7 +112,7 @@ class Heads(nn.Module):
         return self.a(h), Doubles.apply(self.b(h)), h.sum(1)
 
 
-@pytest.mark.parametrize("form", [DataParallel, lambda model, slots: replicate(model, devices=slots)])
+@replicating_forms
 def test_a_head_that_no_loss_needs_has_no_gradient(form: Any, slots: list, root: torch.device) -> None:
     model = form(on_device(seeded(Heads), root), slots)
     first, _, third = model(torch.randn(7, WIDTH, dtype=torch.float64, device=root))

@@ -77,25 +77,18 @@ MARGIN = 8 * 128 * 4  # pieces begin at multiples of 128 elements, so they diffe
 
 @pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(8)
-@pytest.mark.parametrize("route", ["star", "chain"])
-def test_traffic_of_a_broadcast(route: str, slots: list, bucket: list[list[Tensor]]) -> None:
+@pytest.mark.parametrize("name", ["star", "chain"])
+def test_traffic_of_a_broadcast_and_of_a_sum(name: str, slots: list, bucket: list[list[Tensor]]) -> None:
+    route, most = (STAR, 7 * BYTES) if name == "star" else (Chain(3), BYTES)
     with counted() as counts:
-        (STAR if route == "star" else Chain(3)).broadcast_coalesced(bucket[0], slots, 2**30, own=False)
-    assert sum(counts.launches) == 1 + {"star": 7, "chain": 3 * 7}[route]
-    most = max(counts.sent(slot.index) for slot in slots)
-    assert abs(most - {"star": 7, "chain": 1}[route] * BYTES) <= MARGIN
+        route.broadcast_coalesced(bucket[0], slots, 2**30, own=False)
+    assert sum(counts.launches) == 1 + {"star": 7, "chain": 3 * 7}[name]
+    assert abs(max(counts.sent(slot.index) for slot in slots) - most) <= MARGIN
     assert all(counts.received(slot.index) == BYTES for slot in slots[1:])
-
-
-@pytest.mark.devices("sim", "stand-in")
-@pytest.mark.slots(8)
-@pytest.mark.parametrize("route", ["star", "chain"])
-def test_traffic_of_a_sum(route: str, slots: list, bucket: list[list[Tensor]]) -> None:
     with counted() as counts:
-        (STAR if route == "star" else Chain(3)).reduce_add_coalesced(bucket, slots[0], 2**30)
-    assert sum(counts.launches) == 8 + {"star": 7 + 7, "chain": 3 * (8 + 7)}[route]
-    most = max(counts.received(slot.index) for slot in slots)
-    assert abs(most - {"star": 7, "chain": 1}[route] * BYTES) <= MARGIN
+        route.reduce_add_coalesced(bucket, slots[0], 2**30)
+    assert sum(counts.launches) == 8 + {"star": 7 + 7, "chain": 3 * (8 + 7)}[name]
+    assert abs(max(counts.received(slot.index) for slot in slots) - most) <= MARGIN
 
 
 @pytest.mark.parametrize(

@@ -43,17 +43,3 @@ def test_an_impossible_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPat
         current()
     for word in (TRANSPORT_VARIABLE, *TRANSPORTS):
         assert word in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        *(({"transport": value}, ValueError) for value in ("pigeon", "nccl", "")),
-        ({"transport": 3}, TypeError),
-        ({"route": "star"}, TypeError),
-        ({"deterministic": False}, TypeError),
-    ],
-)
-def test_an_impossible_argument_is_refused(arguments: dict, error: type[Exception]) -> None:
-    with pytest.raises(error, match=next(iter(arguments))), using(**arguments):
-        pytest.fail("the block has begun")

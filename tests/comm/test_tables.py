@@ -1,4 +1,7 @@
-"""Plans of tables gather and sum to the bit, whoever executes them: torch, the kernels on the CPU, or a device."""
+"""Plans of tables gather and sum to the bit, whoever executes them: torch, the kernels on the CPU, or a device.
+
+Nothing else is written. On the CPU the CUDA kernels are compiled by a C++ compiler.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import TypeAlias
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_runner import Kernels
 from tensor_kinds import devices_of
@@ -20,52 +23,88 @@ from torch import Tensor
 from clocked import check_clocks
 from dataparallel.comm import tables
 from dataparallel.comm.host import ThroughHost
-from dataparallel.comm.kernels import SUM_KERNELS, DeviceTable, kernel_for, pack
+from dataparallel.comm.kernels import SUM_KERNELS, DeviceTable, kernel_for, pack, why_not
 from dataparallel.comm.routes import STAR
-from dataparallel.comm.tables import Part, Place, Table, TensorRow, all_gather, reduce_scatter, summed_in
+from dataparallel.comm.tables import Part, Place, Table, TableRow, TensorRow, all_gather, reduce_scatter, summed_in
 from dataparallel.comm.transport import Transport
 
 pytestmark = pytest.mark.slots(8)
 ONLY_CPU = pytest.mark.devices("cpu")
 SUMMED = [*dict.fromkeys(dtype for dtype, _ in SUM_KERNELS)]
 COPIED = [*SUMMED, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex32]
+PARTS = {torch.complex128: torch.float64, torch.complex64: torch.float32, torch.complex32: torch.float16}
+"""The dtype of a complex number's real and imaginary part."""
 
-Execute: TypeAlias = "Callable[[Table, Sequence[Tensor | None]], object]"
-"""Executes a table. The last tensor is the target."""
+Execute: TypeAlias = "Callable[[Table, Sequence[Tensor | None], dict], object]"
+"""Executes a table. The last tensor is the target. The rest is how kernels are launched on the CPU."""
+
+launches = st.fixed_dictionaries(
+    {
+        "max_blocks": st.sampled_from([1, 2, 13, 1000]),
+        "threads": st.sampled_from([1, 7, 32, 256]),
+        "backwards": st.booleans(),
+    }
+)
 
 
 @st.composite
-def cut_tensors(draw: st.DrawFn) -> tuple[list[Part], int, int]:
-    """Tensors cut as ``torch.chunk`` cuts them, for 1 to 8 owners, with gaps; the sizes of a shard and of the whole."""
-    owners = draw(st.integers(1, 8))
+def cut_tensors(draw: st.DrawFn) -> tuple[list[Part], int, int, int]:
+    """Tensors cut as ``torch.chunk`` cuts them, for 1 to 8 owners, with gaps; the sizes of a shard and of the whole.
+
+    The last number is 16 if each tensor begins at a multiple of so many elements, where kernels use vectors, else 1.
+    """
+    owners, unit = draw(st.integers(1, 8)), draw(st.sampled_from([1, 16]))
     parts, in_shard, in_full = [], 0, 0
     for _ in range(draw(st.integers(1, 6))):
-        rows, width = draw(st.integers(0, 20)), draw(st.integers(1, 30))
+        rows = draw(st.integers(0, 20) | st.integers(0, 400))
+        width = draw(st.integers(1, 30) | st.sampled_from([16, 32]))
         each = -(-rows // owners)
         cut = [min(owner * each, rows) * width for owner in range(owners + 1)]
         parts.append(Part(in_shard, in_full, tuple(end - start for start, end in pairwise(cut))))
-        in_shard += each * width + draw(st.integers(0, 9))
-        in_full += rows * width + draw(st.integers(0, 9))
-    return parts, in_shard, in_full
+        in_shard += -(-(each * width + draw(st.integers(0, 9))) // unit) * unit
+        in_full += -(-(rows * width + draw(st.integers(0, 9))) // unit) * unit
+    return parts, in_shard, in_full, unit
+
+
+KINDS = st.sampled_from(["ordinary", "bits", "subnormal", "edges", "zeros"])
+"""Of floats: ``bits`` are random ones, which have NaNs, infinities and exponents far apart."""
 
 
 class Draws:
-    """Draws numbers whose sums differ with the order, some elements after the begin of memory of their own."""
+    """Draws numbers whose sums differ with the order, some elements after the begin of memory of their own.
 
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+    ``unit``: they begin at a multiple of so many elements. ``kind``: see `KINDS`.
+    """
+
+    def __init__(self, seed: int, unit: int = 1, kind: str = "ordinary") -> None:
+        self._generator, self._unit, self._kind = torch.Generator().manual_seed(seed), unit, kind
 
     def integer(self, end: int) -> int:
         return int(torch.randint(end, (), generator=self._generator))
 
     def tensor(self, numel: int, dtype: torch.dtype, margin: int = 0) -> Tensor:
         """``margin``: elements before and after it."""
-        first, size = margin + self.integer(4), numel + 2 * margin + 4
-        if not (dtype.is_floating_point or dtype.is_complex):
-            return torch.randint(100, (size,), generator=self._generator).to(dtype)[first : first + numel]
-        exponents = torch.randint(-6, 7, (size,), generator=self._generator)
-        values = torch.randn(size, generator=self._generator, dtype=torch.float64) * 4.0**exponents
-        return values.to(dtype)[first : first + numel]
+        first, size = margin + self.integer(4) * self._unit, numel + 2 * margin + 4 * self._unit
+        if dtype.is_floating_point or dtype.is_complex:
+            part = PARTS.get(dtype, dtype)
+            return self.floats(size * dtype.itemsize // part.itemsize, part).view(dtype)[first : first + numel]
+        return torch.randint(100, (size,), generator=self._generator).to(dtype)[first : first + numel]
+
+    def floats(self, count: int, dtype: torch.dtype) -> Tensor:
+        if self._kind == "bits":
+            nbytes = count * dtype.itemsize
+            return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=self._generator).view(dtype)
+        if self._kind == "zeros":  # of both signs
+            return torch.tensor([0.0, -0.0])[torch.randint(2, (count,), generator=self._generator)].to(dtype)
+        info = torch.finfo(dtype)
+        top, low, small = info.max, info.smallest_normal, info.smallest_normal * info.eps
+        if self._kind == "edges":
+            edges = [0.0, top, top / 2, top * info.eps / 4, low, small, 1.0, 1 + info.eps, info.eps / 2, math.inf]
+            table = torch.tensor([*edges, *(-edge for edge in edges), math.nan], dtype=torch.float64)
+            return table[torch.randint(len(table), (count,), generator=self._generator)].to(dtype)
+        values = torch.randn(count, generator=self._generator, dtype=torch.float64)
+        exponents = torch.randint(-6, 7, (count,), generator=self._generator)
+        return (values * (8 * low if self._kind == "subnormal" else 4.0**exponents)).to(dtype)
 
 
 def beside(tensor: Tensor, elements: int, numel: int) -> Tensor:
@@ -113,7 +152,7 @@ def summed(parts: Sequence[Part], owner: int, grads: Sequence[Sequence[Tensor | 
     return expected
 
 
-def by_copies(table: Table, tensors: Sequence[Tensor | None]) -> None:
+def by_copies(table: Table, tensors: Sequence[Tensor | None], launch: dict) -> None:
     """Terms without a tensor and rows without terms are no part."""
 
     def elements(place: Place, numel: int) -> Tensor:
@@ -130,7 +169,7 @@ def by_copies(table: Table, tensors: Sequence[Tensor | None]) -> None:
     STAR.execute([row for row in rows if row.terms])
 
 
-def by_kernel(table: Table, tensors: Sequence[Tensor | None], kernels: Kernels | None = None) -> None:
+def by_kernel(table: Table, tensors: Sequence[Tensor | None], launch: dict, kernels: Kernels | None = None) -> None:
     """Executes a table by a kernel: of the target's device, or of the CPU."""
     *terms, target = tensors
     dtype = next((term.dtype for term in terms if term is not None), None)
@@ -139,16 +178,19 @@ def by_kernel(table: Table, tensors: Sequence[Tensor | None], kernels: Kernels |
     if kernels is None:
         DeviceTable(table, target.device, dtype, target.dtype).launch(tensors)
         return
-    packed = pack(table, dtype, target.dtype, max_blocks=3)
-    kernels.run(packed, [0 if tensor is None else tensor.data_ptr() for tensor in tensors], threads=7)
+    max_blocks, how = launch["max_blocks"], {name: value for name, value in launch.items() if name != "max_blocks"}
+    packed = pack(table, dtype, target.dtype, max_blocks=max_blocks)
+    kernels.run(packed, [0 if tensor is None else tensor.data_ptr() for tensor in tensors], **how)
 
 
 @pytest.fixture
 def devices(request: pytest.FixtureRequest, slots: list) -> list[torch.device]:
-    """Eight: on accelerators distinct ones, whose kernels read peers."""
-    if torch.device(slots[0]).type == "cpu":
-        return [*map(torch.device, slots)]
-    found: list[torch.device] = request.getfixturevalue("peer_devices")
+    """Eight: on accelerators those whose kernels read peers, or the only one."""
+    found = [*map(torch.device, slots)]
+    if len({*found}) > 1:
+        request.getfixturevalue("peer_devices")
+    elif found[0].type != "cpu" and (reason := why_not(found[:1])) is not None:
+        pytest.skip(reason)
     return found
 
 
@@ -166,15 +208,43 @@ def check(
     tensors: Sequence[Tensor | None],
     devices: Sequence[torch.device],
     expected: Tensor,
+    launch: dict,
+    is_sum: bool = False,
 ) -> None:
-    """The last tensor has the bits ``expected`` when any of ``executors`` has executed the table."""
+    """The last tensor has the bits ``expected`` when any of ``executors`` has executed the table, and all else stays.
+
+    Of a sum that is no number any bits will do.
+    """
     for execute in executors:
-        if execute is by_copies and max(len(row.terms) for row in table) > 1 and expected.dtype.itemsize == 2:
+        if execute is by_copies and is_sum and expected.dtype.itemsize == 2:
             continue  # kernels alone round a sum once
-        execute(table, there := placed(tensors, devices))
-        assert there[-1] is not None
-        assert torch.equal(there[-1].cpu().view(torch.uint8), expected.view(torch.uint8))
+        execute(table, there := placed(tensors, devices), launch)
+        target = there[-1]
+        assert target is not None
+        wanted = all_of(tensors[-1]).clone()
+        beside(wanted, tensors[-1].storage_offset(), len(expected)).copy_(expected)
+        bits = of_numbers if is_sum else bytes_of
+        assert torch.equal(bits(all_of(target).cpu()), bits(wanted))
+        for found, before in zip(there, tensors, strict=True):
+            if found is not None and found.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
+                assert torch.equal(bytes_of(all_of(found).cpu()), bytes_of(all_of(before)))
     check_clocks()
+
+
+def all_of(tensor: Tensor) -> Tensor:
+    """The memory that the tensor is a part of."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def of_numbers(tensor: Tensor) -> Tensor:
+    """The bytes, where every NaN has the same bits."""
+    numbers = tensor.view(PARTS.get(tensor.dtype, tensor.dtype)).clone()
+    numbers[numbers.isnan()] = math.nan
+    return bytes_of(numbers)
 
 
 PLACES = st.lists(st.integers(0, 7), min_size=8, max_size=8)
@@ -182,9 +252,10 @@ PLACES = st.lists(st.integers(0, 7), min_size=8, max_size=8)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
+@settings(max_examples=3 * settings().max_examples)
 @given(
     cut=cut_tensors(), dtype=st.sampled_from(COPIED), places=PLACES, seed=st.integers(0, 2**32),
-    shared=st.sampled_from(["nothing", "shards", "own rows"]),
+    shared=st.sampled_from(["nothing", "shards", "own rows"]), kind=KINDS, launch=launches,
 )  # fmt: skip
 def test_a_gather_has_the_bits_of_the_shards(
     executors: list[Execute],
@@ -194,9 +265,11 @@ def test_a_gather_has_the_bits_of_the_shards(
     places: list[int],
     seed: int,
     shared: str,
+    kind: str,
+    launch: dict,
 ) -> None:
-    parts, in_shard, in_full = cut
-    draws, counts = Draws(seed), parts[0].counts
+    parts, in_shard, in_full, unit = cut
+    draws, counts = Draws(seed, unit, kind), parts[0].counts
     shards = [draws.tensor(in_shard, dtype) for _ in counts]
     full = draws.tensor(in_full, dtype, margin=in_shard)
     if shared == "shards":
@@ -206,13 +279,14 @@ def test_a_gather_has_the_bits_of_the_shards(
         if shared == "own rows" and len(parts) == 1:  # they may lie there already
             shards[slot] = beside(full, sum(counts[:slot]) - parts[0].in_shard, in_shard)
         table, expected = all_gather(parts, slot), gathered(parts, shards, full)
-        check(executors, table, [*shards, full], [*on, on[slot]], expected)
+        check(executors, table, [*shards, full], [*on, on[slot]], expected, launch)
 
 
+@settings(max_examples=3 * settings().max_examples)
 @given(
     cut=cut_tensors(), dtype=st.sampled_from(SUMMED), slots_of_sum=st.integers(1, 8), places=PLACES,
     is_wide=st.booleans(), share_missing=st.sampled_from([0, 1, 9]), seed=st.integers(0, 2**32),
-    shared=st.sampled_from(["nothing", "gradients", "the total"]),
+    shared=st.sampled_from(["nothing", "gradients", "the total"]), kind=KINDS, launch=launches,
 )  # fmt: skip
 def test_a_sum_adds_in_slot_order_and_leaves_out_what_is_missing(
     executors: list[Execute],
@@ -225,9 +299,12 @@ def test_a_sum_adds_in_slot_order_and_leaves_out_what_is_missing(
     share_missing: int,
     seed: int,
     shared: str,
+    kind: str,
+    launch: dict,
 ) -> None:
-    parts, in_shard, in_full = cut
-    draws, total_dtype = Draws(seed), summed_in(dtype) if is_wide else dtype
+    parts, in_shard, in_full, unit = cut
+    kind = "ordinary" if dtype.is_complex else kind  # torch makes NaNs of infinite complex numbers
+    draws, total_dtype = Draws(seed, unit, kind), summed_in(dtype) if is_wide else dtype
     total = draws.tensor(in_shard, total_dtype, margin=in_full)
     grads = [
         [None if draws.integer(10) < share_missing else draws.tensor(sum(part.counts), dtype) for part in parts]
@@ -243,14 +320,15 @@ def test_a_sum_adds_in_slot_order_and_leaves_out_what_is_missing(
         tensors = [grad for of_slot in grads for grad in of_slot]
         places_of_terms = [device for device in on for _ in parts]
         target = on[0] if shared == "the total" else devices[places[owner]]
-        check(executors, table, [*tensors, total], [*places_of_terms, target], expected)
+        check(executors, table, [*tensors, total], [*places_of_terms, target], expected, launch, is_sum=True)
 
 
 def test_a_copy_from_memory_that_does_not_exist_writes_nothing(
     executors: list[Execute], devices: list[torch.device]
 ) -> None:
     tensors = [None, torch.ones(2), torch.arange(4.0)]
-    check(executors, all_gather([Part(0, 0, (2, 2))]), tensors, devices[:3], torch.tensor([0.0, 1, 1, 1]))
+    launch = {"max_blocks": 3, "threads": 7, "backwards": False}
+    check(executors, all_gather([Part(0, 0, (2, 2))]), tensors, devices[:3], torch.tensor([0.0, 1, 1, 1]), launch)
 
 
 # ---- rows of tensors, which every transport copies and adds ---------------------------------------------------------
@@ -261,10 +339,6 @@ TRANSPORTS = st.sampled_from([STAR, ThroughHost()])
 @pytest.fixture
 def everyone(make_slots: Callable[[int], list]) -> list[torch.device]:
     return devices_of(make_slots(8))
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 @st.composite
@@ -331,6 +405,27 @@ def test_what_kernels_cannot_add_has_none(dtype: torch.dtype) -> None:
     assert kernel_for(dtype, dtype, 2) is None
     assert kernel_for(dtype, dtype, 1) is not None
     assert kernel_for(torch.float32, torch.float64, 2) is None
+
+
+@ONLY_CPU
+@pytest.mark.parametrize(("dtype", "dropped"), [(torch.float16, 13), (torch.bfloat16, 16)])
+def test_floats_of_every_kind_are_rounded_as_torch_does(kernels: Kernels, dtype: torch.dtype, dropped: int) -> None:
+    """All that is kept with what decides how the rest rounds, NaNs of any bits among them."""
+    kept = torch.arange(-(2 ** (31 - dropped)), 2 ** (31 - dropped), dtype=torch.int64) << dropped
+    half = 1 << (dropped - 1)
+    rest = torch.tensor([0, 1, half - 1, half, half + 1, 2 * half - 1])
+    sums = (kept[:, None] + rest).to(torch.int32).view(torch.float32).flatten()
+    actual, expected = kernels.narrow(sums, dtype), sums.to(dtype)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    numbers = ~expected.isnan()
+    assert torch.equal(actual.view(torch.int16)[numbers], expected.view(torch.int16)[numbers])
+
+
+@ONLY_CPU
+def test_a_megabyte_is_shared_by_all_blocks() -> None:
+    table = [TableRow(Place(1, 0), (Place(0, 0),), 2**20)]
+    assert pack(table, torch.uint8, torch.uint8, max_blocks=200).blocks == 128
+    assert pack(table, torch.uint8, torch.uint8, max_blocks=2_000).blocks == 256  # a vector for each thread
 
 
 # ---- on devices whose kernels read peers -----------------------------------------------------------------------------

@@ -185,17 +185,6 @@ def test_the_environment_alone_trains(
     assert {*launches} == ({"copy_many", "sum"} if name == "cupy" else set())
 
 
-@pytest.mark.devices("sim")
-def test_slots_on_one_device_train_too(slots: list, launches: Counter) -> None:
-    torch.manual_seed(0)
-    net, x = nn.Linear(4, 3).to(slots[0]), torch.randn(6, 4)
-    places = [slots[0], slots[0], slots[-1]]
-    with comm.using(transport="cupy"):
-        found = step(DataParallel(net, places), net, x)
-    assert bool(launches) == (slots[0] != slots[-1])
-    assert all(map(torch.equal, found, step(DataParallel(net, places), net, x)))
-
-
 @pytest.mark.devices("sim", "stand-in")
 @pytest.mark.slots(3)
 @pytest.mark.apart

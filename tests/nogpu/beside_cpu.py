@@ -39,7 +39,7 @@ if sys.argv[1] == "sim":
     simulate(2)
 
 FIRST, DEVICE = f"{sys.argv[1]}:0", f"{sys.argv[1]}:1"
-DTYPES = ("float32", "float64", "complex64", "int64", "bool", "bfloat16")
+DTYPES = (torch.float32, torch.float64, torch.complex64, torch.int64, torch.bool, torch.bfloat16)
 
 # Their results, or a part of them, are memory that nobody has written.
 UNSET = {
@@ -218,14 +218,12 @@ def main() -> None:
     parser.add_argument("kind", choices=["sim", "cuda"])
     parser.add_argument("--names", default="", help="only these operators, with commas between them")
     parser.add_argument("--piece", default="0/1", help="one piece of how many, as in 0/8")
-    parser.add_argument("--skip", type=int, default=0, help="how many of the piece were done already")
-    parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--samples", type=int, default=1_000_000, help="at most so many of each operator and dtype")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    for op in itertools.islice(chosen(asked.names, asked.piece), asked.skip, None):
+    for op in chosen(asked.names, asked.piece):
         print(json.dumps({"begins": key(op)}), flush=True)
-        for dtype in (getattr(torch, name) for name in asked.dtypes.split(",")):
+        for dtype in DTYPES:
             if dtype not in op.supported_dtypes("cpu"):
                 continue
             found = try_operator(op, dtype, asked.samples)

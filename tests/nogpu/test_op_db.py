@@ -2,7 +2,6 @@
 names what is missing. `beside_cpu` is the script behind it.
 """
 
-import collections
 import json
 import subprocess
 import sys
@@ -37,31 +36,19 @@ ROUNDED = {"nn.functional.linear_cross_entropy.chunked_none"}
 
 
 def lines_of(*arguments: str) -> list[dict]:
-    """What the script prints. It goes on behind an operator that ends it."""
-    lines: list[dict] = []
-    while True:
-        skip = sum("begins" in line for line in lines)
-        command = [sys.executable, str(SCRIPT), *arguments, "--skip", str(skip)]
-        variables = environment()
-        variables.pop("NOGPU_STAND_IN", None)
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=3600, check=False)
-        printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        assert printed, done.stdout + done.stderr
-        lines += printed
-        if "ends" in printed[-1]:
-            return lines
-        begun = [line["begins"] for line in printed if "begins" in line][-1]
-        lines.append({"op": begun, "dtype": "", "right": 0, "refused": {}, "wrong": [f"ended with {done.returncode}"]})
+    """What the script prints, to its end."""
+    variables = environment()
+    variables.pop("NOGPU_STAND_IN", None)
+    command = [sys.executable, str(SCRIPT), *arguments]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=3600, check=False)
+    lines: list[dict] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, done.stdout + done.stderr
+    assert "ends" in lines[-1], f"{lines[-1]}: the process has ended with {done.returncode}"
+    return lines
 
 
-def check(record_property, *arguments: str) -> None:
+def check(*arguments: str) -> None:
     found = [line for line in lines_of(*arguments) if "op" in line]
-    counts = collections.Counter()
-    for line in found:
-        counts += {"right": line["right"], "refused": sum(line["refused"].values()), "wrong": len(line["wrong"])}
-    for name, count in counts.items():
-        record_property(name, count)
-    print(f"{len({line['op'] for line in found})} operators, samples: {dict(counts)}")
     wrong = [
         f"{line['op']} {line['dtype']}: {line['wrong'][0]}"
         for line in found
@@ -70,21 +57,21 @@ def check(record_property, *arguments: str) -> None:
     assert not wrong, "\n".join(wrong)
     refused = {line["op"]: list(line["refused"]) for line in found if line["refused"] and line["op"] not in REFUSED}
     assert not refused, refused
-    assert counts["right"] > 0
+    assert any(line["right"] for line in found)
 
 
-def test_operators_that_programs_meet(record_property, kind):
+def test_operators_that_programs_meet(kind):
     names = "add,mm,sum,cat,index_put,softmax,nn.functional.conv2d,nn.functional.batch_norm,nn.functional.dropout"
     names += ",nn.functional.scaled_dot_product_attention,nn.functional.layer_norm,nn.functional.rms_norm"
     names += ",nn.functional.cross_entropy,nn.functional.embedding,linalg.solve,fft.fft,sparse.sampled_addmm,nonzero"
-    check(record_property, kind, "--names", names, "--samples", "4")
+    check(kind, "--names", names, "--samples", "4")
 
 
-def test_some_of_all_operators(record_property, kind):
-    check(record_property, kind, "--piece", "0/24", "--samples", "3")
+def test_some_of_all_operators(kind):
+    check(kind, "--piece", "0/24", "--samples", "3")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("piece", range(PIECES))
-def test_all_operators(record_property, kind, piece):
-    check(record_property, kind, "--piece", f"{piece}/{PIECES}")
+def test_all_operators(kind, piece):
+    check(kind, "--piece", f"{piece}/{PIECES}")

@@ -50,16 +50,6 @@ def draw(device: Any, count: int = 5) -> Tensor:
     return torch.rand(count, device=device)
 
 
-@every_draw
-def test_a_seed_of_torch_is_that_of_all_devices(name: str, device: torch.device) -> None:
-    drawn = []
-    for _ in range(2):
-        torch.manual_seed(7)
-        drawn.append([DRAWS[name](device), DRAWS[name](device)])
-    assert all(map(torch.equal, *drawn))
-    assert drawn[0][0].device == device
-
-
 @pytest.mark.devices("sim")
 @every_draw
 def test_a_simulated_device_draws_the_numbers_of_the_cpu(name: str, device: torch.device) -> None:

@@ -41,25 +41,9 @@ def install_cupy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[s
     return install
 
 
-def test_without_cupy_it_says_so(on_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    assert str(why_not(CUDA)).startswith("CuPy cannot be imported (ModuleNotFoundError")
-
-
-BROKEN = {
-    "ImportError": "libnvrtc.so.12: cannot open shared object file",
-    "RuntimeError": "CuPy failed to load libnvrtc",
-    "AttributeError": "module 'numpy' has no attribute 'bool'",
-    "OSError": "libcublas.so.12: undefined symbol",
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_cupy_that_cannot_be_imported_is_a_reason(
-    name: str, on_cuda: None, install_cupy: Callable[[str], None]
-) -> None:
-    install_cupy(f"raise {name}({BROKEN[name]!r})")
-    assert why_not(CUDA) == f"CuPy cannot be imported ({name}: {BROKEN[name]})"
+def test_a_cupy_that_cannot_be_imported_is_a_reason(on_cuda: None, install_cupy: Callable[[str], None]) -> None:
+    install_cupy("raise OSError('libcublas.so.12: undefined symbol')")
+    assert why_not(CUDA) == "CuPy cannot be imported (OSError: libcublas.so.12: undefined symbol)"
 
 
 @pytest.mark.parametrize("one_way", [(1, 2), (2, 1)])

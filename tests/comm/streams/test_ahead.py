@@ -45,17 +45,6 @@ def elsewhere(slots: list) -> Iterator[dict[torch.device, torch.Stream]]:
     torch.accelerator.set_device_index(device)  # setting a stream makes its device current
 
 
-def test_copies_run_on_streams_of_their_own(slots: list, copy_streams: list[torch.Stream]) -> None:
-    before = [torch.accelerator.current_stream(slot) for slot in slots]
-    here = torch.accelerator.current_device_index()
-    for _ in prefetch(pinned(), DataParallel(Doubles(), slots)):
-        assert [torch.accelerator.current_stream(slot) for slot in slots] == before
-        assert torch.accelerator.current_device_index() == here
-    assert len(copy_streams) == 4 * len(slots)
-    assert len({*copy_streams}) == len({*slots})  # one for each device, kept
-    assert not {*copy_streams} & {*before}
-
-
 @pytest.mark.devices("sim", "stand-in")
 def test_memory_of_chunks_is_used_again_after_the_work_that_used_it(slots: list) -> None:
     """It belongs to the side stream, which does not wait for that work."""

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from at_once import in_threads
 from dataparallel import DataParallel
 from dataparallel.comm.streams.arrivals import Arrivals
 from dataparallel.comm.streams.current import kept_stream, streams_set
@@ -64,12 +62,6 @@ class Net(nn.Module):
         if self.does is not None:
             self.does(self)
         return self.scale(self.last(self.second(x).tanh()))
-
-
-def copy_of(model: nn.Module) -> nn.Module:
-    twin = Net().double().to(model.first.weight.device)
-    twin.load_state_dict(model.state_dict())
-    return twin
 
 
 def trained(model: nn.Module) -> list[Tensor]:
@@ -167,38 +159,6 @@ def test_the_sources_parameters_are_read_before_slot_0_writes_to_them(
     for _ in range(3):
         with torch.no_grad():
             call(x)
-
-
-def test_several_threads_call_one_wrapper(slots: list, root: torch.device, x: Tensor, form: Callable) -> None:
-    model = Net().double().to(root)
-    call = form(model, slots)
-    steps(model, call, x)
-
-    def run(*_: object) -> None:
-        for _ in range(3):
-            call(x).sum().backward()
-
-    in_threads(3, run)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_checkpoint_inside_recomputes_with_lookups(
-    use_reentrant: bool, slots: list, root: torch.device, form: Callable
-) -> None:
-    class Checkpointed(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(super().forward, x, use_reentrant=use_reentrant)
-
-    model = Checkpointed().double().to(root)
-    twin = copy_of(model)
-    call = form(model, slots)
-    x = torch.randn(8, WIDTH, dtype=torch.float64).to(root).requires_grad_()
-    for _ in range(3):
-        model.zero_grad()
-        call(x).square().sum().backward()
-    twin(x.detach()).square().sum().backward()
-    for ours, theirs in zip(trained(model), trained(twin), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9)
 
 
 def test_a_failure_while_copies_are_sent_leaves_no_race(

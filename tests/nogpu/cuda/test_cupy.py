@@ -189,38 +189,6 @@ def test_program(program):
     run_script(START + program, timeout=900)
 
 
-# The launch's two waits, each taken out.
-WITHOUT = """
-from pathlib import Path
-source = Path(launching.__file__).read_text()
-assert {line!r} in source
-xs = [torch.ones(5000, device=device) for device in devices]
-totals = torch.empty_like(xs[0])
-exec(compile(source.replace({line!r}, "pass"), launching.__file__, "exec"), launching.__dict__)
-launch = lambda: launching._launch([(xs, totals)])
-launch()  # the first one copies between the devices
-torch.cuda.synchronize()
-"""
-
-
-LEFT_OUT = {
-    "the launch waits for its peers": (
-        "ready[peer].make_wait(streams[device])",
-        "xs[1].mul_(2)\nfails(launch, 'race: sum_float32', 'reads', 'aten::mul_')",
-    ),
-    "the peers wait for the launch": (
-        "event.make_wait(streams[peer])",
-        "launch()\nfails(lambda: xs[1].mul_(2), 'race: aten::mul_', 'sum_float32')",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_a_wait_that_is_left_out_is_a_race(name: str) -> None:
-    line, program = LEFT_OUT[name]
-    run_script(START + WITHOUT.format(line=line) + program, timeout=300)
-
-
 def test_cupy_that_came_first_is_too_late() -> None:
     done = run("import cupy\nfrom nogpu import cuda\ncuda.stand_in(1)", timeout=300)
     assert done.returncode != 0

@@ -59,10 +59,6 @@ graph, _ = captured(moves)
 graph.replay()
 torch.cuda.current_stream(a).synchronize()
 assert back.sum() == 5000
-h.fill_(1)
-graph.replay()
-torch.cuda.current_stream(a).synchronize()
-assert back.sum() == 1000
 cuda.check_clocks()
 #: memory of a graph may be freed after a replay on another stream, because only captures take it
 graph, results = captured(lambda: [x.mul(2), x.mul(3)])
@@ -144,12 +140,6 @@ torch.cuda.empty_cache()
 assert "memory that has been freed since it was captured" in message(graph.replay)
 del graph
 torch.cuda.synchronize(a)
-#: one call of the host launches all kernels
-graph, _ = captured(lambda: [y.add_(x) for _ in range(20)])
-with cuda.counted() as counts:
-    graph.replay()
-assert counts.calls["cudaGraphLaunch"] == 1 and sum(counts.calls.values()) < 10, counts.calls
-assert counts.launches == [20, 0] and counts.in_graphs == [20, 0]
 #: a timeline counts a launch as one call of the host
 m = torch.ones(64, 64, device=a)
 graph, _ = captured(lambda: [m.mm(m).add_(m) for _ in range(3)])  # before the first recording of the process

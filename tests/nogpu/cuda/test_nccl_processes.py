@@ -93,13 +93,6 @@ time.sleep(0.5)  # the one that made the id tells the other
 
 # Each process is told in one of its calls, or where its host waits for what it has launched: who comes first decides.
 CIRCLES = {
-    "two communicators on one stream": (
-        2,
-        """
-first, second = (comm, other) if RANK == 0 else (other, comm)
-call_out(lambda: (all_reduce(first, x), all_reduce(second, x), x.get()))
-""",
-    ),
     "a ring of sends": (
         3,
         """

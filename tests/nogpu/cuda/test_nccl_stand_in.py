@@ -42,7 +42,7 @@ for dtype, one, three in ((10, 0x38, 0x44), (11, 0x3C, 0x42)):
     group(*[lambda c=c, b=b: nccl("ncclAllReduce", b.pointer, b.pointer, N(1), dtype, 0, c, b.stream)
             for c, b in zip(comms, tiny)])
     assert tiny[0].get() == [three], (dtype, tiny[0].get())
-#: every collective
+#: collectives that torch does not use
 comms = communicators(0, 1, 2)
 def each(values, function):
     buffers = [(Buffer(v, d), Buffer([0] * 6, d)) for d, v in enumerate(values)]
@@ -51,10 +51,6 @@ def each(values, function):
 two = [[1, 2], [3, 4], [5, 6]]
 six = [[10 * r + i for i in range(6)] for r in range(3)]
 run = lambda name, *rest: lambda c, s, r: nccl(name, s.pointer, r.pointer, N(2), 7, *rest, c, s.stream)
-assert each(two, run("ncclBroadcast", 1)) == [[3, 4, 0, 0, 0, 0]] * 3
-assert each(two, run("ncclReduce", 0, 2)) == [[0] * 6, [0] * 6, [9, 12, 0, 0, 0, 0]]
-assert each(two, run("ncclAllGather")) == [[1, 2, 3, 4, 5, 6]] * 3
-assert each(six, run("ncclReduceScatter", 0)) == [[30 + 6 * r, 33 + 6 * r, 0, 0, 0, 0] for r in range(3)]
 assert each(six, run("ncclAlltoAll")) == [[v for s in range(3) for v in (10 * s + 2 * r, 10 * s + 2 * r + 1)]
                                           for r in range(3)]
 assert each(two, run("ncclGather", 1)) == [[0] * 6, [1, 2, 3, 4, 5, 6], [0] * 6]
@@ -102,22 +98,6 @@ for thread in threads: thread.join()
 assert not failed, failed
 total = 6 * 3**4
 assert seen == {0: ([2 * total], [2, 1, 0]), 1: ([total], [1, 0, 1]), 2: ([2 * total], [2, 0, 2])}, seen
-#: a call returns before the others come and queries say so
-import threading
-unique, comms = new_id(), {}
-threads = [threading.Thread(target=lambda r=r: comms.setdefault(r, join(unique, 2, r, r))) for r in range(2)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-a, b = Buffer([1], 0), Buffer([2], 1)
-from cudart import CUDA
-all_reduce(comms[0], a)
-assert CUDA.cudaStreamQuery(a.stream) == 600  # cudaErrorNotReady
-other = threading.Timer(0.3, all_reduce, (comms[1], b))
-other.start()
-assert a.get() == [3]  # it has waited
-assert CUDA.cudaStreamQuery(a.stream) == 0
-other.join()
-assert b.get() == [3]
 """
 
 
@@ -185,16 +165,8 @@ assert len(told) == 1 and "two threads launch collectives on cuda:0 and cuda:1 a
     )
 
 
-def test_a_rank_that_does_not_come_is_named():
-    run_script(
-        START
-        + """
+def test_a_rank_that_does_not_join_is_named():
+    text = """
 refused("ncclRemoteError", "it misses rank 1; there were rank 0 (cuda:0 of process", join, new_id(), 2, 0, 0)
-comms = communicators(0, 1)
-a = Buffer([1], 0)
-all_reduce(comms[0], a)
-told = said(a.get)
-assert "after 1 seconds ncclAllReduce(sum of 1 float32) is not complete: it misses rank 1 (cuda:1" in told, told
-""",
-        NOGPU_NCCL_SECONDS="1",
-    )
+"""
+    run_script(START + text, NOGPU_NCCL_SECONDS="1")

@@ -4,15 +4,13 @@ On a stand-in many of these are no kernels of the CPU: attention, recurrent laye
 has the rest of torch's operators.
 """
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves
 
+from like_the_cpu import assert_as_on_the_cpu
 from nogpu.cuda import is_stand_in
 
 pytestmark = pytest.mark.devices("cuda")
@@ -33,47 +31,6 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
-
-
-def tensors(values) -> list[torch.Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
-
-
-def check_same(found, expected, tolerance: float = 1e-4) -> None:
-    torch.testing.assert_close(
-        found.detach().cpu().double(), expected.detach().double(), rtol=tolerance, atol=tolerance
-    )
-
-
-def leaf(x: torch.Tensor, device: torch.device | str = "cpu") -> torch.Tensor:
-    return x.detach().to(device).requires_grad_(x.is_floating_point() or x.is_complex())
-
-
-def check_function(function, inputs, device, tolerance: float = 1e-4) -> None:
-    """The function gives the same on the device as on the CPU, and so does its backward pass."""
-    here, there = [leaf(x) for x in inputs], [leaf(x, device) for x in inputs]
-    expected, found = tensors(function(*here)), tensors(function(*there))
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.device == device
-        check_same(ours, theirs, tolerance)
-    for outputs in (expected, found):
-        differentiable = [out for out in outputs if out.requires_grad]
-        if differentiable:
-            sum(out.abs().square().sum() for out in differentiable).backward()
-    for ours, theirs in zip(there, here, strict=True):
-        assert (ours.grad is None) == (theirs.grad is None)
-        if theirs.grad is not None:
-            check_same(ours.grad, theirs.grad, tolerance)
-
-
-def check_module(module: nn.Module, inputs, device, tolerance: float = 1e-4) -> None:
-    there = copy.deepcopy(module).to(device)
-    check_function(lambda *x: (there if x[0].is_cuda else module)(*x), inputs, device, tolerance)
-    for ours, theirs in zip(there.parameters(), module.parameters(), strict=True):
-        check_same(ours.grad, theirs.grad, tolerance)
-    for ours, theirs in zip(there.buffers(), module.buffers(), strict=True):
-        check_same(ours, theirs, tolerance)
 
 
 # ---- recurrent layers
@@ -105,15 +62,17 @@ def attention(backend, **options):
     return attend
 
 
-def qkv(dtype: torch.dtype, queries: int = 9, keys: int = 9) -> list[torch.Tensor]:
-    return [torch.randn(2, 4, length, 16, dtype=dtype) for length in (queries, keys, keys)]
+def qkv() -> list[torch.Tensor]:
+    return [torch.randn(2, 4, 9, 16, dtype=torch.float16).requires_grad_() for _ in range(3)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_by_each_kernel(device, backend, is_causal):
     with torch.profiler.profile() as profile:
-        check_function(attention(backend, is_causal=is_causal), qkv(torch.float16), device, 3e-2)
+        assert_as_on_the_cpu(
+            attention(backend, is_causal=is_causal), *qkv(), device=device, rtol=3e-2, atol=3e-2, check_dtype=False
+        )
     assert f"aten::{BACKENDS[backend]}" in {event.key for event in profile.key_averages()}
 
 
@@ -132,7 +91,7 @@ def test_backwards_drops_what_forwards_dropped(device, backend):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_attention_of_nested_tensors(device, dtype):
     lengths = (3, 7, 1)
-    rows = [torch.randn(length, 4, 8) for length in lengths]
+    rows = [torch.randn(length, 4, 8).requires_grad_() for length in lengths]
 
     def attend(*rows):
         nested = torch.nested.as_nested_tensor(
@@ -141,7 +100,8 @@ def test_attention_of_nested_tensors(device, dtype):
         heads = nested.transpose(1, 2)
         return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).values()
 
-    check_function(attend, rows, device, 2e-2 if dtype is torch.float16 else 1e-4)
+    off = 2e-2 if dtype is torch.float16 else 1e-4
+    assert_as_on_the_cpu(attend, *rows, device=device, rtol=off, atol=off, check_dtype=False)
 
 
 # ---- layers of cuDNN and norms
@@ -185,9 +145,9 @@ def test_the_parts_of_synchronised_batch_norm(device):
 def test_convolutions_with_channels_last(device, transposed):
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     layer = kind(4, 6, 3, stride=2, groups=2).to(memory_format=torch.channels_last)
-    x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last)
-    check_module(layer, [x], device)
-    assert copy.deepcopy(layer).to(device)(x.to(device)).is_contiguous(memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
+    assert_as_on_the_cpu(nn.Module.__call__, layer, x, device=device, rtol=1e-4, atol=1e-4)
+    assert layer.to(device)(x.to(device)).is_contiguous(memory_format=torch.channels_last)
 
 
 # ---- products, amp

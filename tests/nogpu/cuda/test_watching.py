@@ -197,14 +197,7 @@ assert y.sum() == 7000
 graph.replay()
 assert y.sum() == 8000
 cuda.check_clocks()
-#: capacities and links
-cuda.set_capacity(c, 32 << 20)
-assert "out of memory" in message(lambda: torch.empty(64 << 20, device=c))
-cuda.set_capacity("cuda:2", None)
-torch.empty(64 << 20, device=c)
-cuda.set_link(a, c, "missing")
-assert not torch.cuda.can_device_access_peer(0, 2)
-cuda.set_link(a, c, "works")
+#: capacities and links that cannot be
 assert "one of works, missing, broken" in message(cuda.set_link, a, c, "slow")
 assert "has 3 devices" in message(cuda.set_link, a, 5, "works")
 assert "about CUDA devices" in message(cuda.set_capacity, "cpu", 5)

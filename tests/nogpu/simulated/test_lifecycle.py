@@ -80,6 +80,58 @@ assert fired == ["cpu", "sim"]
 model = nn.Sequential(nn.LazyLinear(3), nn.ReLU(), nn.LazyBatchNorm1d()).to("sim:0")
 model(torch.randn(4, 7, device="sim:0")).sum().backward()
 assert {p.grad.device.type for p in model.parameters()} == {"sim"}
+#: a forked child frees while threads of its parent launch
+# No lock stays locked in the child by a thread that the child does not have. The child computes, without autograd.
+import os, signal, threading, warnings
+import torch
+from torch import nn
+from dataparallel import DataParallel
+from nogpu import simulate
+
+warnings.simplefilter("ignore")  # newer Pythons warn of forks beside threads, which is what this is about
+torch.set_num_threads(1)
+devices = simulate(2)
+inherited = torch.ones(1000, device=devices[0])
+model = DataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).to(devices[0]))
+x = torch.randn(6, 4, device=devices[0])
+model(x).sum().backward()
+expected = model(x).detach().cpu()
+torch.sim.synchronize(devices[0])
+over = threading.Event()
+
+
+def launch(device):
+    x = torch.ones(10, device=device)
+    while not over.is_set():
+        x = x + 1
+
+
+threads = [threading.Thread(target=launch, args=[device]) for device in devices]
+for thread in threads:
+    thread.start()
+ended = []
+for _ in range(100):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(20)  # ends it where it hangs
+            del inherited
+            torch.ones(1000, device=devices[1])
+            if not ended:
+                with torch.no_grad():
+                    torch.testing.assert_close(model.module(x).cpu(), expected)
+                torch.testing.assert_close(model(x).detach().cpu(), expected)
+                torch.sim.check_clocks()
+        except BaseException:
+            os._exit(99)
+        os._exit(0)
+    ended.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    if ended[-1]:
+        break
+over.set()
+for thread in threads:
+    thread.join()
+assert ended == [0] * 100, ended
 """
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from at_once import in_threads
-from dataparallel import DataParallel, replicate
+from dataparallel import DataParallel
 from like_the_cpu import DEVICE as ONE
 from like_the_cpu import OTHER as TWO
 from memory import Growth, nbytes
@@ -19,6 +19,20 @@ pytestmark = pytest.mark.devices("sim")
 @pytest.fixture(autouse=True)
 def fresh():
     gc.collect()
+
+
+@pytest.fixture
+def capacity():
+    """A function that limits a device to a number of bytes, until the test ends."""
+    limited = []
+
+    def limit(size, device):
+        limited.append(device)
+        torch.sim.set_memory_capacity(size, device)
+
+    yield limit
+    for device in limited:
+        torch.sim.set_memory_capacity(None, device)
 
 
 def settles_at(growths, expected):
@@ -93,34 +107,6 @@ def test_a_capacity_is_a_number_of_bytes(wrong, error):
         torch.sim.set_memory_capacity(wrong, ONE)
 
 
-@pytest.fixture
-def distinct(request):
-    """The first devices, as many as the parameter says, whatever the arrangement of slots in this run."""
-    return [torch.device("sim", index) for index in range(request.param)]
-
-
-def on_distinct(*counts):
-    return pytest.mark.parametrize("distinct", counts, indirect=True)
-
-
-@on_distinct(2, 8)
-@pytest.mark.parametrize("recorded", [True, False])
-def test_replica_0_costs_nothing_and_each_other_one_copy_of_parameters_and_buffers(distinct, recorded):
-    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 3)).to(distinct[0])
-    copy = nbytes([*model.parameters(), *model.buffers()])
-    replicate(model, distinct)  # so that the first time is over
-    gc.collect()
-    growths = [Growth(slot) for slot in distinct]
-    with torch.set_grad_enabled(recorded):
-        replicas = replicate(model, distinct)
-    assert [growth.now for growth in growths] == [0] + [copy] * (len(distinct) - 1)
-    # The flat buckets that the root sends, one for each dtype.
-    assert growths[0].peak <= copy
-    assert [growth.peak for growth in growths[1:]] == [copy] * (len(distinct) - 1)
-    del replicas
-    assert [growth.now for growth in growths] == [0] * len(distinct)
-
-
 def peaks_of_a_step(call, model, x, devices):
     """Peak bytes on each device in a training step that begins and ends without gradients."""
     for _ in range(2):  # the first one may allocate what later ones use again
@@ -134,14 +120,14 @@ def peaks_of_a_step(call, model, x, devices):
     return [growth.peak for growth in growths]
 
 
-@on_distinct(2, 3, 8)
-def test_a_step_costs_each_other_device_one_copy_of_parameters_and_gradients(distinct):
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_a_step_costs_each_other_device_one_copy_of_parameters_and_gradients(count):
     """The layers are wide, so that activations are freed before the last gradients exist."""
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).to(distinct[0])
+    devices = [torch.device("sim", index) for index in range(count)]
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).to(devices[0])
     parameters = nbytes(model.parameters())
-    x = torch.ones(2 * len(distinct), 64)
-    peaks = peaks_of_a_step(DataParallel(model, distinct), model, x, distinct)
-    assert peaks[1:] == [2 * parameters] * (len(distinct) - 1)
+    peaks = peaks_of_a_step(DataParallel(model, devices), model, torch.ones(2 * count, 64), devices)
+    assert peaks[1:] == [2 * parameters] * (count - 1)
     # The gradients, the flat bucket, and the gradients of one other slot; there is no second copy of the parameters.
     assert peaks[0] < 3.01 * parameters
 

@@ -1,6 +1,6 @@
 """Attention, optimizers and function transforms compute on a simulated device what they compute on the CPU.
 
-`test_modules` has all modules of torch.
+`test_modules` has modules, `test_op_db` all operators.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``torch.sim.launch_rows``: a kernel that reads peers is one launch, with bytes by peer; clocks see all of it."""
+"""``torch.sim.launch_rows``: a kernel that reads peers is one launch, with bytes by peer; clocks see all of it.
+
+The tests of tables (`comm.test_tables`) have its numbers.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +20,6 @@ def rows(*given: tuple[int, ...]) -> torch.Tensor:
 def settle(slots: list) -> None:
     for slot in slots:
         torch.sim.synchronize(slot)
-
-
-def test_rows_are_copied_and_added(slots: list) -> None:
-    terms = [torch.arange(6.0, device=slot) * 10**at for at, slot in enumerate(slots)]
-    target = torch.zeros(5, device=slots[1])
-    settle(slots)
-    table = rows((3, 1, 2, 0, 4, 1, 0, 2, 2), (3, 4, 1, 0, 0, 1, 0, 2, 1))
-    torch.sim.launch_rows("sum", table, [*terms, target])
-    assert target.tolist() == [0, 4 + 0 + 200, 5 + 10 + 300, 0, 0 + 0 + 100]
-    torch.sim.launch_rows("copy", rows((1, 0, 3, 0, 2)), [terms[2], target], [1, 2])
-    assert target.tolist()[2:] == [300, 400, 500]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sums_of_16_bits_are_rounded_once(dtype: torch.dtype, slots: list) -> None:
-    terms = [torch.tensor([1 + 2.0**-8 * at], dtype=dtype, device=slot) for at, slot in enumerate(slots)]
-    expected = sum(term.float().item() for term in terms)
-    settle(slots)
-    for result in (dtype, torch.float32):
-        target = torch.zeros(1, dtype=result, device=slots[0])
-        torch.sim.launch_rows("sum", rows((3, 0, 1, 0, 0, 1, 0, 2, 0)), [*terms, target])
-        assert target.item() == torch.tensor(expected).to(result).item()
 
 
 def test_it_is_one_launch_with_the_bytes_of_each_peer(slots: list) -> None:

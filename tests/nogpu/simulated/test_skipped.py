@@ -16,13 +16,7 @@ from processes import ahead, environment
 pytestmark = pytest.mark.devices("cpu")
 
 SHORT = ["images", "gpt", "bert", "lstm"]
-LONG = [
-    "operators",
-    "images-channels_last",
-    "images-autocast",
-    "images-eval",
-    "gpt-autocast",
-]
+LONG = ["operators", "images-channels_last", "images-autocast"]
 cases = pytest.mark.parametrize("case", [*SHORT, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 
 

@@ -7,7 +7,6 @@ import torch
 
 from at_once import in_threads
 from dataparallel import DataParallel
-from dataparallel.composable import replicate
 from like_the_cpu import DEVICE as ONE
 from like_the_cpu import OTHER as TWO
 from nets import Net
@@ -44,14 +43,6 @@ def test_launches_are_in_their_order_and_have_names():
     assert [launch.index for launch in launches] == [0, 1, 2, 3]
 
 
-def test_a_list_is_one_launch():
-    lists = [torch.ones(2, device=ONE), torch.ones(3, device=ONE)]
-    launch = only(torch._foreach_add_, lists, lists)
-    assert launch.op == "aten::_foreach_add_"
-    assert launch.shapes == ((2,), (3,), (2,), (3,))
-    assert (launch.bytes_read, launch.bytes_written) == (40, 20)
-
-
 # Streams
 
 
@@ -86,6 +77,8 @@ def test_streams_are_named_in_the_order_of_their_first_launches(stream):
         (lambda x: torch.cat([x, x, x]), 48, 48),
         (lambda x: x[0, 0].item(), 4, 4),
         (lambda x: torch._foreach_zero_([x]), 0, 16),
+        (lambda x: torch._foreach_add_([x, x[0]], [x, x[0]]), 48, 24),
+        (lambda x: torch.empty(2, 2, dtype=torch.float64, device=TWO).copy_(x), 16, 32),
         (lambda x: x.sum(), 16, 4),
     ],
 )
@@ -98,6 +91,8 @@ def test_shapes_are_those_of_the_tensor_arguments():
     launch = only(torch.addmm, *(torch.ones(size, device=ONE) for size in [(5,), (3, 4), (4, 5)]))
     assert launch.shapes == ((5,), (3, 4), (4, 5))
     assert only(lambda: torch.ones((), device=ONE)).shapes == ((),)
+    lists = [torch.ones(2, device=ONE), torch.ones(3, device=ONE)]
+    assert only(torch._foreach_add_, lists, lists).shapes == ((2,), (3,), (2,), (3,))
 
 
 def test_the_type_is_that_of_the_largest_tensor():
@@ -126,11 +121,6 @@ def test_the_type_is_that_of_the_largest_tensor():
 )
 def test_a_copy_has_two_ends(function, ends):
     assert only(function, torch.ones(3, device=ONE)).copy == ends
-
-
-def test_a_copy_that_converts_sends_what_it_writes():
-    launch = only(lambda x: torch.empty(3, dtype=torch.float64, device=TWO).copy_(x), torch.ones(3, device=ONE))
-    assert (launch.bytes_read, launch.bytes_written) == (12, 24)
 
 
 # Blocks
@@ -228,24 +218,13 @@ def test_host_time_is_that_of_the_thread_between_launches():
 # Whole steps
 
 
-def step(model, x):
-    model(x).abs().sum().backward()
-
-
-def steps(form, devices):
-    net, x = Net().to(devices[0]), torch.randn(16, 4, dtype=torch.float64)
-    model = DataParallel(net, devices) if form == "wrapper" else replicate(net, devices=devices)
-    step(model, x)  # replicas, plans and permits are made
-    return lambda: step(model, x)
-
-
 @pytest.mark.parametrize("clocks", [True, False])
-@pytest.mark.parametrize("form", ["wrapper", "composable"])
-def test_a_step_on_eight_devices_is_recorded_as_it_is_counted(form, clocks):
+def test_a_step_on_eight_devices_is_recorded_as_it_is_counted_and_names_earlier_launches_only(clocks):
     devices = [torch.device("sim", index) for index in range(8)]
-    run = steps(form, devices)
+    model, x = DataParallel(Net().to(devices[0]), devices), torch.randn(16, 4, dtype=torch.float64)
     with torch.sim.clocks(clocks), torch.sim.counted() as counts, torch.sim.timeline() as timeline:
-        run()
+        for _ in range(2):
+            model(x).abs().sum().backward()
     launched, copied = [0] * len(counts.launches), {}
     recording = timeline.recording
     for launch in recording.launches:
@@ -255,15 +234,6 @@ def test_a_step_on_eight_devices_is_recorded_as_it_is_counted(form, clocks):
     assert launched == counts.launches
     assert copied == {ends: count for ends, count in counts.copied.items() if count}
     assert min(launched) > 10
-
-
-@pytest.mark.parametrize("form", ["wrapper", "composable"])
-def test_a_step_names_earlier_launches_only(form):
-    run = steps(form, [torch.device("sim", index) for index in range(4)])
-    with torch.sim.timeline() as timeline:
-        run()
-        run()
-    recording = timeline.recording
     for launch in recording.launches:
         assert all(0 <= index < launch.index for index in (*launch.waits, *launch.host_waits, *launch.issued_after))
         assert all(recording.launches[index].stream != launch.stream for index in launch.waits)

@@ -271,19 +271,6 @@ def test_threads_that_are_started_after_a_backward_know_of_it():
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
-def test_a_fork_leaves_the_recording_of_its_parent():
-    with torch.sim.timeline() as timeline:
-        torch.ones(2, device=ONE)
-        child = os.fork()
-        if child == 0:
-            torch.ones(2, device=ONE)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        torch.ones(2, device=ONE)
-    assert len(timeline.recording.launches) == 2
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_child_that_is_forked_inside_a_block_begins_anew():
     script = """
 import os
@@ -311,17 +298,3 @@ assert len(timeline.recording.launches) == 1
 print("both are done", flush=True)
 """
     assert run_script(script) == "both are done\n"
-
-
-def test_many_threads_record_at_once():
-    def work(index, barrier):
-        side = torch.Stream(torch.device("sim", index))
-        barrier.wait()
-        for _ in range(200):
-            launch_on(side)
-
-    with torch.sim.timeline() as timeline:
-        in_threads(6, work)
-    launches = timeline.recording.launches
-    assert len(launches) == 6 * 200
-    assert len({(launch.thread, launch.stream) for launch in launches}) == 6

@@ -16,45 +16,18 @@ pytestmark = pytest.mark.devices("cpu")  # no device takes part: once is enough
 
 
 class TestKernels:
-    def test_an_empty_recording_takes_no_time(self):
-        result = run(Program())
-        assert (result.time, result.critical_path, result.waits, result.overlap) == (0, [], [], 100)
-
+    @pytest.mark.smoke
     def test_a_kernel_takes_the_latency_and_the_longer_of_computing_and_memory(self):
         program = Program()
         program.kernel((0, 0), 12, bytes_read=4, bytes_written=4)
         program.kernel((0, 0), 12, bytes_read=40, bytes_written=20)
         program.kernel((0, 0), 0, bytes_read=8, dtype="int64")
-        result = run(program, machine(1, flops={"float32": 4}, memory_bandwidth=2, kernel_latency=1))
-        assert times(result) == [(0, 5), (5, 36), (36, 41)]
-
-    def test_a_kernel_computes_at_the_rate_of_its_dtype(self):
-        program = Program()
-        program.kernel((0, 0), 12)
         program.kernel((0, 0), 12, dtype="bfloat16")
-        assert run(program, machine(1, flops={"float32": 1, "bfloat16": 4})).time == 15
-
-    @pytest.mark.smoke
-    def test_an_event_orders_two_streams(self):
-        program = Program()
-        first = program.kernel((0, 0), 5)
-        program.kernel((0, 1), 3)
-        program.kernel((0, 1), 1, after=[first])
-        program.kernel((0, 0), 1)
-        assert times(run(program)) == [(0, 5), (0, 3), (5, 6), (5, 6)]
+        result = run(program, machine(1, flops={"float32": 4, "bfloat16": 6}, memory_bandwidth=2, kernel_latency=1))
+        assert times(result) == [(0, 5), (5, 36), (36, 41), (41, 44)]
 
 
 class TestHost:
-    def test_a_chain_of_short_kernels_is_bound_by_the_host(self):
-        program = Program()
-        for _ in range(4):
-            program.kernel((0, 0), 2)
-        result = run(program, machine(1, host=Host(3, 4, 5)))
-        assert result.issue == [0, 7, 14, 21]
-        assert times(result) == [(7, 9), (14, 16), (21, 23), (28, 30)]
-        assert [step.on for step in result.critical_path] == ["host"] * 4 + ["device"]
-        assert result.host_idle == 2
-
     @pytest.mark.parametrize("in_backward", [False, True])
     def test_a_graph_is_one_call(self, in_backward):
         program = Program()
@@ -78,6 +51,7 @@ class TestHost:
         assert times(result) == [(2, 12), (14, 15)]
         (thread,) = result.threads
         assert (thread.seconds, thread.for_devices, thread.for_others, thread.idle) == (4, 10, 0, 1)
+        assert result.host_idle == 11
 
     def test_measured_times_are_scaled_and_all_under_the_lock(self):
         program = Program()

@@ -97,8 +97,7 @@ class TestSave:
         result.save(tmp_path / "step.json")
         return json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["traceEvents"]
 
-    def test_it_is_called_a_prediction(self, result, tmp_path):
-        result.save(tmp_path / "step.json")
+    def test_it_is_called_a_prediction(self, events, tmp_path):
         about = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))["otherData"]
         assert about == {"machine": "hand-made", "times": "a prediction, not a measurement"}
 
@@ -111,16 +110,11 @@ class TestSave:
         spans = [(round(1e3 * one["ts"]), round(1e3 * one["dur"])) for one in events if one.get("cat") == "kernel"]
         assert [start + length for start, length in spans[:-1]] == [start for start, _ in spans[1:]]
 
-    def test_times_are_microseconds(self, events):
-        (event,) = [event for event in events if event["ph"] == "X" and event["name"] == "relu" and event["dur"]]
-        assert (event["ts"], event["dur"]) == (5_001_000, 4_000_000)
-
-    def test_rows_have_names(self, events):
+    def test_rows_have_names_and_a_slice_says_in_microseconds_what_the_launch_is(self, events):
         names = {event["args"]["name"] for event in events if event["ph"] == "M"}
         assert {"host", "device 1", "host thread 1", "device 1 stream 5"} <= names
-
-    def test_a_slice_says_what_the_launch_is(self, events):
         (event,) = [event for event in events if event["ph"] == "X" and event["args"].get("stack")]
+        assert (event["name"], event["ts"], event["dur"]) == ("relu", 5_001_000, 4_000_000)
         assert event["args"]["stack"] == "step.py:7"
         assert event["args"]["starts after"] == "launch 1 (_copy_from 0 to 1), by its wait"
 
