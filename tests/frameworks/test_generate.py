@@ -1,5 +1,6 @@
 """Greedy generation by a model of transformers, with a cache of keys and values: what one device generates."""
 
+import copy
 from types import MappingProxyType
 
 import pytest
@@ -7,13 +8,12 @@ import torch
 
 pytest.importorskip("transformers")
 
-from either_form import both_forms, in_form
 from tiny import gpt2, tokens
 from transformers import DynamicCache
 
 from dataparallel import PerReplica
 from dataparallel.composable import register_forward_method, replicate
-from each_form import composable_forms
+from each_form import composable_forms, replicating_forms
 
 NEW_TOKENS = 6
 
@@ -37,12 +37,12 @@ def step_by_step(model, ids, cache=None, logits=()):
     return ids, torch.stack(logits), cache
 
 
-@both_forms
+@replicating_forms
 @pytest.mark.slots(1, 2, 3)
 @torch.no_grad()
 def test_step_by_step(form, model, ids, slots):
     expected, expected_logits, _ = step_by_step(model, ids)
-    found, logits, cache = step_by_step(in_form(form, model, slots), ids)
+    found, logits, cache = step_by_step(form(copy.deepcopy(model), slots), ids)
     assert found.tolist() == expected.tolist()
     torch.testing.assert_close(logits, expected_logits, rtol=1e-9, atol=1e-12)
     assert type(cache) is (DynamicCache if len(slots) == 1 else PerReplica)
@@ -50,17 +50,17 @@ def test_step_by_step(form, model, ids, slots):
     assert lengths == [4 + NEW_TOKENS - 1] * len(slots)
 
 
-@both_forms
+@replicating_forms
 @torch.no_grad()
 def test_one_cache_for_all_replicas_is_refused(form, model, ids, slots):
-    wrapped = in_form(form, model, slots)
+    wrapped = form(copy.deepcopy(model), slots)
     with pytest.raises(ValueError, match=r'"past_key_values"\] is one DynamicCache, to which 3 replicas would write'):
         wrapped(ids, past_key_values=DynamicCache(config=model.config), use_cache=True)
 
 
-@both_forms
+@replicating_forms
 def test_gradients_through_a_cache(form, model, ids, slots):
-    wrapped = in_form(form, model, slots)
+    wrapped = form(copy.deepcopy(model), slots)
     for net in (model, wrapped):
         first = net(ids[:, :3], use_cache=True)
         second = net(ids[:, 3:], past_key_values=first.past_key_values, use_cache=True)
