@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from at_once import in_threads
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
 from freed_later import freed_later
@@ -147,21 +146,6 @@ def test_a_step_leaves_the_collector_no_more_than_one_device_does(build, slots, 
         assert garbage_of_a_step(DataParallel(model, slots)) <= garbage_of_a_step(model)
     finally:
         gc.enable()
-
-
-def test_six_threads_call_at_once(slots, root):
-    model = mlp(root)
-    wrapped, x = DataParallel(model, slots), torch.randn(7, 8, dtype=torch.float64, device=root)
-    expected = model(x).detach()
-
-    def work(index, barrier) -> None:
-        barrier.wait()
-        for _ in range(30):
-            output = wrapped(x)
-            torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
-            torch.autograd.grad(output.sum(), list(model.parameters()))
-
-    in_threads(6, work)
 
 
 @pytest.mark.devices("sim")

@@ -56,12 +56,7 @@ def trace(module):
     return torch.jit.trace(module, torch.ones(2, 4, dtype=parameter.dtype, device=parameter.device))
 
 
-def trace_method(module):
-    parameter = next(module.parameters())
-    return torch.jit.trace_module(module, {"forward": torch.ones(2, 4, dtype=parameter.dtype, device=parameter.device)})
-
-
-FORMS = {"script": torch.jit.script, "trace": trace, "trace_module": trace_method, "loaded": loaded}
+FORMS = {"script": torch.jit.script, "trace": trace, "loaded": loaded}
 
 
 def build(cls, root):
