@@ -159,8 +159,8 @@ tasks_before, modules_before = tasks(), set(sys.modules)
 from dataparallel import *
 from dataparallel.testing import *
 new = {name.split(".")[0] for name in set(sys.modules) - modules_before}
-assert not new & {"cupy", "cupyx", "pynvml"}, new
-assert "torch.utils.cpp_extension" not in set(sys.modules) - modules_before
+assert not new & {"cupy", "cupyx", "pynvml", "pytest"}, new
+assert not {"torch.utils.cpp_extension", "torch.testing._internal"} & (set(sys.modules) - modules_before)
 assert not torch.cuda.is_initialized()
 assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
 assert tasks() == tasks_before, (tasks_before, tasks())
