@@ -79,6 +79,13 @@ def batch_of_net(number):
     return {"x": torch.randn(number, 5, 4, generator=torch.Generator().manual_seed(2)).double(), "labels": labels}
 
 
+class Knows(OnSlots, Trainer):
+    items = None
+
+    def loss_items(self, inputs):
+        return (inputs["labels"] != 255).sum(1) if self.items is None else self.items
+
+
 class TestOwnModels:
     """What the loss of somebody else's model divides by can only be given."""
 
@@ -89,19 +96,12 @@ class TestOwnModels:
         assert "loss_items(inputs)" in said
 
     @all_forms
-    def test_a_method_of_the_trainer_knows(self, form, slots, tmp_path):
-        class Knows(OnSlots, Trainer):
-            def loss_items(self, inputs):
-                return (inputs["labels"] != 255).sum(1)
-
-        found = step(Net(), batch_of_net, tmp_path, slots, form, trainer=Knows)
-        assert_same(found, step(Net(), batch_of_net, tmp_path))
-        assert not found[3]
-
-    @all_forms
-    def test_sums(self, form, slots, tmp_path):
-        found = step(Net("sum"), batch_of_net, tmp_path, slots, form, scalars="sum")
-        assert_same(found, step(Net("sum"), batch_of_net, tmp_path))
+    @pytest.mark.parametrize(
+        ("reduction", "given"), [("mean", {"trainer": Knows}), ("sum", {"scalars": "sum"})], ids=["a method", "sums"]
+    )
+    def test_what_is_given_counts(self, reduction, given, form, slots, tmp_path):
+        found = step(Net(reduction), batch_of_net, tmp_path, slots, form, **given)
+        assert_same(found, step(Net(reduction), batch_of_net, tmp_path))
         assert not found[3]
 
     def test_a_form_keeps_its_rule(self, slots, root, tmp_path):
@@ -112,11 +112,8 @@ class TestOwnModels:
         torch.testing.assert_close(trainer.model_wrapped(**x)["loss"], net(**x)["loss"])
 
     @pytest.mark.parametrize("items", [torch.ones(3), "tokens"])
-    def test_items_that_are_none(self, items, slots, tmp_path):
-        class Knows(OnSlots, Trainer):
-            def loss_items(self, inputs):
-                return items
-
+    def test_items_that_are_none(self, items, slots, tmp_path, monkeypatch):
+        monkeypatch.setattr(Knows, "items", items)
         with pytest.raises((TypeError, ValueError), match="loss_items returned"):
             step(Net(), batch_of_net, tmp_path, slots, trainer=Knows)
 
