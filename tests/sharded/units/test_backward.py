@@ -1,4 +1,4 @@
-"""Gradients of a unit: sums over the slots in one order, parameters without one, gradients that wait, lost ones."""
+"""Gradients of a unit: sums over the slots in one order, gradients that wait, lost ones."""
 
 from __future__ import annotations
 
