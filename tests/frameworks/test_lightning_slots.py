@@ -9,9 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("lightning")
 
-from learner import EPOCHS, Learner, fit, loader, net
+from learner import EPOCHS, Learner, fit, loader, net, weights
 
-from dataparallel.composable import fully_shard
 from dataparallel.integrations.lightning import SlotsStrategy
 from each_form import FORMS
 
@@ -51,10 +50,6 @@ def strategy(form, slots):
 
 def fit_on_slots(learner, folder, strategy, **settings):
     return fit(learner, folder, accelerator="auto", devices="auto", strategy=strategy, **settings)
-
-
-def weights(learner):
-    return {name: value.cpu() for name, value in fully_shard.full_state_dict(learner).items()}
 
 
 def assert_same_weights(learner, expected):
