@@ -75,7 +75,7 @@ def graph_breaks() -> dict[str, int]:
 
 def compiled_files() -> set[str]:
     """The files of all functions that the compiler has looked at since `forget_what_was_compiled`."""
-    return {metrics.co_filename for metrics in torch._dynamo.utils.get_compilation_metrics()}
+    return {metrics.co_filename or "" for metrics in torch._dynamo.utils.get_compilation_metrics()}
 
 
 def forget_what_was_compiled() -> None:

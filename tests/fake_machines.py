@@ -19,7 +19,6 @@ from dataparallel.sharded.placements import Owners
 T = TypeVar("T")
 
 SECONDS = 120.0
-SYNC = "sync"
 
 
 class OutOfStep(AssertionError):
@@ -73,11 +72,9 @@ class FakeMachines:
             self._answers |= {rank: values for rank in called}
             self._sent = {}
             return
-        # Those in `sync` wait for the others to come there too.
-        out = {rank: what for rank, what in called.items() if what != SYNC} if not self._ended else called
-        for rank in out:
+        for rank in called:
             self._answers[rank] = OutOfStep(f"machines have called {called}; {sorted(self._ended)} have ended")
-            del self._sent[rank]
+        self._sent = {}
 
     def _pass_on(self, rank: int) -> None:
         """The next machine's turn that can run."""
@@ -113,10 +110,6 @@ class FakeOver:
     def objects(self, value: T) -> list[T]:
         """What each machine has passed."""
         return self.machines.exchange(self.rank, "objects", value)
-
-    def sync(self) -> None:
-        """Returns when all machines have come here, whatever went wrong before."""
-        self.machines.exchange(self.rank, SYNC, None)
 
 
 def on_fake_machines(function: Callable[[FakeOver], T], machines: int = 2) -> list[T]:

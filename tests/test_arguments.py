@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import dataparallel
 from dataparallel import DataParallel, comm, peers, sharded
-from dataparallel.arguments import checked, listed
+from dataparallel.arguments import checked
 from dataparallel.call.options import CallOptions
 from dataparallel.composable import (
     CPUOffloadPolicy,
@@ -332,25 +332,6 @@ def test_numbers_of_numpy_and_torch_are_numbers(net: Net, slots: list, root: tor
     options.chunk_sizes = numpy.array([2, 2, 5])  # type: ignore[assignment]
     assert options.chunk_sizes == (2, 2, 5)
     assert model(torch.ones(9, 4, device=root)).shape == (9, 3)
-
-
-class Index:
-    def __index__(self) -> int:
-        return 3
-
-
-@pytest.mark.devices("cpu")
-def test_what_is_taken_as_it_is() -> None:
-    one = nn.Parameter(torch.ones(1))
-    assert listed("ignored_params", iter([one]), Tensor)[0] is one, "a tensor of one number is no number here"
-    assert listed("ignored_params", None, Tensor) == []
-    assert checked("dim", Index(), int) == 3
-    assert checked("factor", 2, float) == 2
-    assert checked("flag", torch.tensor(True), bool) is True
-    assert checked("op", "sum", "sum", Callable) == "sum"
-    assert checked("op", len, "sum", Callable) is len
-    assert checked("path", "a file", str, None) == "a file"
-    assert checked("path", None, str, None) is None
 
 
 @pytest.mark.devices("cpu")

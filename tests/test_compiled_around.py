@@ -89,13 +89,6 @@ class TestModule:
         assert graphs == [2, 2, 2] + [4] * 9
         assert sum(graph_breaks().values()) == 2
 
-    def test_a_break_in_one_place(self, model, root):
-        (x,) = batches(root, [6])
-        explained = torch._dynamo.explain(model)(x)
-        assert (explained.graph_count, explained.graph_break_count) == (2, 1)
-        (reason,) = explained.break_reasons
-        assert "dataparallel sends tensors between devices and runs replicas in threads" in reason.reason
-
     def test_fullgraph_is_refused_with_a_sentence(self, model, root):
         (x,) = batches(root, [6])
         with pytest.raises(torch._dynamo.exc.Unsupported, match="leave out fullgraph=True"):

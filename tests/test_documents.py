@@ -29,7 +29,6 @@ writes all such blocks of a page into one folder and runs pytest there.
 
 import copy
 import re
-import textwrap
 from functools import partial
 
 import pytest
@@ -39,7 +38,7 @@ from torch import nn
 import dataparallel
 from dataparallel import DataParallel, composable
 from dataparallel.sharded import ShardedTensor
-from documents import DOCS, README, blocks_of, pages, parse, run, run_page
+from documents import DOCS, README, blocks_of, pages, parse, run_page
 
 every_page = pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(README.parent).as_posix())
 
@@ -152,52 +151,16 @@ class TestReadme:
         assert "dataparallel" in page
 
 
-class TestMarks:
-    """What the docstring of this file promises to writers of pages."""
-
-    def blocks(self, text):
-        return list(parse(textwrap.dedent(text), README))
-
-    def test_code_is_found_at_its_line_and_without_its_options(self):
-        text = """
-            Words.
-
-            * In a list:
-
-              .. code-block:: python
-                 :caption: a caption
-
-                 if True:
-
-                     x = 1
-
-              More words.
-            """
-        (block,) = self.blocks(text)
-        assert (block.line, block.text) == (9, "if True:\n\n    x = 1\n")
-
-    def test_a_block_that_shows_a_file_is_not_run(self):
-        (block,) = self.blocks(".. code-block:: python\n\n    # conftest.py\n    x = 1\n")
-        assert block.file == "conftest.py"
-        assert "x" not in run([block], "cpu")
-
-    @pytest.mark.parametrize(
-        ("text", "problem"),
-        [
-            (".. test: skp a reason\n\n.. code-block:: python\n\n    x = 1\n", "README.rst:1: '.. test: skp' is none"),
-            (".. test: skip\n\n.. code-block:: python\n\n    x = 1\n", "README.rst:1: '.. test: skip' needs a reason"),
-            (".. test: skip a reason\n\nWords.\n", "README.rst:3: .* directly before"),
-            (".. test: skip a reason\n", "README.rst:1: .* directly before"),
-            (".. test: hidden\n\nWords.\n", "README.rst:1: no code follows"),
-        ],
-    )
-    def test_a_mark_without_effect_is_an_error(self, text, problem):
-        with pytest.raises(ValueError, match=problem):
-            self.blocks(text)
-
-    def test_an_error_names_the_page_and_the_line(self):
-        text = "Words.\n\n.. code-block:: python\n\n    x = 1\n    raise KeyError(x)\n"
-        with pytest.raises(KeyError) as caught:
-            run(self.blocks(text), "cpu")
-        last = caught.traceback[-1]
-        assert (str(last.path), last.lineno + 1) == (str(README), 6)
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (".. test: skp a reason\n\n.. code-block:: python\n\n    x = 1\n", "README.rst:1: '.. test: skp' is none"),
+        (".. test: skip\n\n.. code-block:: python\n\n    x = 1\n", "README.rst:1: '.. test: skip' needs a reason"),
+        (".. test: skip a reason\n\nWords.\n", "README.rst:3: .* directly before"),
+        (".. test: skip a reason\n", "README.rst:1: .* directly before"),
+        (".. test: hidden\n\nWords.\n", "README.rst:1: no code follows"),
+    ],
+)
+def test_a_mark_without_effect_is_an_error(text, problem):
+    with pytest.raises(ValueError, match=problem):
+        list(parse(text, README))

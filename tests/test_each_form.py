@@ -263,11 +263,6 @@ class TestOutputsOfOtherLengths:
         ):
             form(decoder, slots)(*inputs)
 
-    def test_what_is_no_number_changes_nothing(self, form, slots, decoder):
-        with pytest.raises(TypeError, match=r"pad\['ids'\]='max': expected a number"):
-            form(decoder, slots, pad={"ids": "max"})
-        assert type(decoder) is Decoder
-
     @composable_forms
     def test_a_method_has_its_own_value(self, form, slots, inputs, decoder):
         model = form(decoder, slots, pad=3)
@@ -334,14 +329,6 @@ class TestWhatReplicasWouldShare:
         with pytest.warns(UserWarning, match=r"args\[1\] is a list of length 7.*samples\(list\)") as caught:
             model(batch, list("abcdefg"))
         assert [each.filename for each in caught if "samples(list)" in str(each.message)] == [__file__]
-
-
-class TestWhatComesBack:
-    def test_buffers_changed_in_place_on_slot_0(self, affine, form, slots, batch):
-        model = form(affine, slots)
-        model(batch)
-        model(batch)
-        assert affine.calls == 2
 
 
 class TestFewSlots:
@@ -428,15 +415,6 @@ class TestHooks:
         torch.testing.assert_close(found[0], expected[0])
         assert found[1] == expected[1]
 
-    def test_a_call_that_the_class_overrides_runs_once(self, form, slots, root, batch):
-        class Doubles(Affine):
-            def __call__(self, x):
-                return 2 * super().__call__(x)
-
-        module = Doubles().double().to(root)
-        expected = module(batch)
-        torch.testing.assert_close(form(module, slots)(batch), expected)
-
 
 class Failing(Affine):
     fails = True
@@ -477,18 +455,6 @@ class TestErrors:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("devices", [[], ["cpu", "meta"], ["nonsense"]], ids=["none", "meta", "nonsense"])
-    def test_slots(self, affine, form, slots, devices):
-        with pytest.raises(ValueError, match=r"empty|meta|nonsense"):
-            form(affine, devices)
-        assert type(affine) is Affine
-        form(affine, slots)
-
-    def test_an_output_device(self, affine, form, slots):
-        with pytest.raises(ValueError, match="meta"):
-            form(affine, slots, output_device="meta")
-        assert type(affine) is Affine
-
     @pytest.mark.parametrize("what", [3, lambda x: x, nn.Linear], ids=["int", "function", "class"])
     def test_what_is_no_module(self, form, slots, what):
         with pytest.raises(TypeError, match=r"(wraps|takes) a torch\.nn\.Module"):

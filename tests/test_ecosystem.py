@@ -52,11 +52,7 @@ def test_every_row_says_what_tests_it_what_works_and_what_does_not():
 
 def test_every_test_of_a_library_is_in_a_row():
     named = {file for _, tests, *_ in LIBRARIES.values() for file in re.findall(r"``([^`]+)``", tests)}
-    others = (
-        "test_documents_frameworks.py",
-        "test_example_notebook.py",
-        "test_example_trainer.py",
-    )
+    others = ("test_documents_frameworks.py", "test_example_programs.py")
     there = {path.name for path in FRAMEWORKS.glob("test_*.py")} - {*others}
     assert there - named == set()
 

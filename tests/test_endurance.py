@@ -1,8 +1,6 @@
 """After many steps and with many callers nothing has grown, nothing hangs, everything is freed."""
 
-import gc
 import threading
-import types
 import weakref
 from functools import partial
 
@@ -11,10 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from at_once import in_threads
 from dataparallel import DataParallel
 from dataparallel.composable import fully_shard, replicate
-from freed_later import freed_later
 from memory import allocated, live_objects
 
 pytestmark = pytest.mark.counts_memory
@@ -23,33 +19,6 @@ pytestmark = pytest.mark.counts_memory
 def mlp(root) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double().to(root)
-
-
-class Child(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.linear(x)
-
-
-def doubled(self, x):
-    return 2 * self.linear(x) + self.family[0].shift
-
-
-class Family(nn.Module):
-    """A child that refers back to its parent and has a method bound to the instance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(8))
-        self.child = Child()
-        self.child.family = [self]
-        self.child.forward = types.MethodType(doubled, self.child)
-
-    def forward(self, x):
-        return self.child(x)
 
 
 def training_step(wrapped, optimizer, x) -> None:
@@ -121,47 +90,6 @@ def test_forwards_without_backward_leave_nothing(form, slots, root):
     for _ in range(20):
         model(x)
     assert live_objects() < objects + 20
-
-
-@freed_later
-@pytest.mark.parametrize(
-    "build",
-    [
-        pytest.param(mlp, id="mlp"),
-        pytest.param(lambda root: Family().double().to(root), id="family"),
-    ],
-)
-def test_a_step_leaves_the_collector_no_more_than_one_device_does(build, slots, root):
-    model = build(root)
-    x = torch.randn(6, 8, dtype=torch.float64, device=root)
-
-    def garbage_of_a_step(call) -> int:
-        for _ in range(2):
-            gc.collect()
-            call(x).square().mean().backward()
-            model.zero_grad()
-        return gc.collect()
-
-    gc.disable()
-    try:
-        assert garbage_of_a_step(DataParallel(model, slots)) <= garbage_of_a_step(model)
-    finally:
-        gc.enable()
-
-
-def test_six_threads_call_at_once(slots, root):
-    model = mlp(root)
-    wrapped, x = DataParallel(model, slots), torch.randn(7, 8, dtype=torch.float64, device=root)
-    expected = model(x).detach()
-
-    def work(index, barrier) -> None:
-        barrier.wait()
-        for _ in range(30):
-            output = wrapped(x)
-            torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
-            torch.autograd.grad(output.sum(), list(model.parameters()))
-
-    in_threads(6, work)
 
 
 @pytest.mark.devices("sim")

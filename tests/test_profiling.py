@@ -40,9 +40,11 @@ def step_of(slots: list, **options: Any) -> Any:
     return step
 
 
-def test_the_callers_thread_shows_the_stages(slots: list) -> None:
-    found = ours(events(False, step_of(slots)))
-    assert [name for name in found if name in STAGES] == STAGES
+def test_the_callers_thread_shows_the_stages_and_serial_replicas(slots: list) -> None:
+    for serial in (False, True):
+        found = ours(events(False, step_of(slots, serial=serial)))
+        assert [name for name in found if name in STAGES] == STAGES
+    assert [name for name in found if name.startswith("replica ")] == ["replica 0", "replica 1", "replica 2"]
 
 
 def test_all_threads_show_the_replicas_and_their_operators(slots: list) -> None:
@@ -63,11 +65,6 @@ def test_all_threads_show_the_replicas_and_their_operators(slots: list) -> None:
 
 def _within(event: Any, range_: Any) -> bool:
     return range_.time_range.start <= event.time_range.start and event.time_range.end <= range_.time_range.end
-
-
-def test_serial_replicas_are_in_the_callers_thread(slots: list) -> None:
-    names = ours(events(False, step_of(slots, serial=True)))
-    assert [name for name in names if name.startswith("replica ")] == ["replica 0", "replica 1", "replica 2"]
 
 
 @pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import dataparallel
+import each_form
 from dataparallel import DataParallel, samples
-from dataparallel.composable import fully_shard, replicate
 
 SAMPLES = 7
 
@@ -56,11 +56,9 @@ def net(root: torch.device) -> Detector:
 
 
 FORMS: dict[str, Callable[[nn.Module, list], Any]] = {
-    "DataParallel": DataParallel,
+    **each_form.FORMS,
     "uneven": lambda net, slots: DataParallel(net, slots, chunk_sizes=[1, 4, 2]),
     "one slot": lambda net, slots: DataParallel(net, slots[:1]),
-    "replicate": lambda net, slots: replicate(net, devices=slots),
-    "fully_shard": lambda net, slots: fully_shard(net, devices=slots),
 }
 
 
@@ -69,8 +67,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 
 def grads(module: nn.Module) -> list[Tensor]:
-    found = [parameter.grad for parameter in module.parameters()]
-    return [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in found]
+    return [each_form.whole(parameter.grad) for parameter in module.parameters()]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -118,16 +115,11 @@ class WithErrors(nn.Module):
         return torch.stack(errors).mean(), found
 
 
-@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
+@each_form.replicating_forms
 @pytest.mark.parametrize("nested", [False, True])
-def test_a_loss_on_the_replicas_counts_samples(form: str, nested: bool, net: Detector, slots: list, root: Any) -> None:
+def test_a_loss_on_the_replicas_counts_samples(form: Any, nested: bool, net: Detector, slots: list, root: Any) -> None:
     alone = copy.deepcopy(net)
-    module = WithErrors(net)
-    model = (
-        DataParallel(module, slots, scalars="mean")
-        if form == "DataParallel"
-        else replicate(module, devices=slots, scalars="mean")
-    )
+    model = form(WithErrors(net), slots, scalars="mean")
     images, targets = batch(root)
     marked: Any = {"all": samples(targets)} if nested else samples(targets)
     loss, detections = model(samples(images), marked)

@@ -56,12 +56,7 @@ def trace(module):
     return torch.jit.trace(module, torch.ones(2, 4, dtype=parameter.dtype, device=parameter.device))
 
 
-def trace_method(module):
-    parameter = next(module.parameters())
-    return torch.jit.trace_module(module, {"forward": torch.ones(2, 4, dtype=parameter.dtype, device=parameter.device)})
-
-
-FORMS = {"script": torch.jit.script, "trace": trace, "trace_module": trace_method, "loaded": loaded}
+FORMS = {"script": torch.jit.script, "trace": trace, "loaded": loaded}
 
 
 def build(cls, root):
@@ -78,32 +73,24 @@ def above(child, root):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.slots(2, 3)
-def test_in_a_wrapper_each_form_equals_one_device(form, slots, root):
+def test_each_form_equals_one_device_in_a_wrapper_and_below_a_python_module(form, slots, root):
     model = DataParallel(FORMS[form](build(Net, root)), slots)
     assert_trains_alike(model, build(Net, root), root)
+    for wrap in (by_wrapper, replicated):
+        model = wrap(above(FORMS[form](build(Net, root)), root), slots)
+        assert_trains_alike(model, above(build(Net, root), root), root)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("wrap", [by_wrapper, replicated])
-def test_below_a_python_module_each_form_equals_one_device(form, wrap, slots, root):
-    model = wrap(above(FORMS[form](build(Net, root)), root), slots)
-    assert_trains_alike(model, above(build(Net, root), root), root)
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("child", [False, True], ids=["root", "child"])
-def test_they_cannot_be_sharded(form, child, slots, root):
+def test_they_cannot_be_sharded_or_replicated_in_place(form, slots, root):
     module = FORMS[form](build(Net, root))
-    with pytest.raises(
-        TypeError, match=r"cannot shard .* belong to TorchScript .* Shard the module that is not script"
-    ):
-        fully_shard(above(module, root) if child else module, devices=slots)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_they_cannot_be_replicated_in_place(form, slots, root):
     with pytest.raises(TypeError, match=r"wrap this one in dataparallel\.DataParallel"):
-        replicate(FORMS[form](build(Net, root)), devices=slots)
+        replicate(module, devices=slots)
+    for tree in (module, above(module, root)):
+        with pytest.raises(
+            TypeError, match=r"cannot shard .* belong to TorchScript .* Shard the module that is not script"
+        ):
+            fully_shard(tree, devices=slots)
 
 
 FIXED = {

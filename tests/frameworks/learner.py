@@ -5,6 +5,8 @@ from lightning import pytorch as lightning
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from dataparallel.composable import fully_shard
+
 __all__ = ["EPOCHS", "Learner", "fit", "loader", "net", "weights"]
 
 EPOCHS = 2
@@ -66,4 +68,5 @@ def fit(learner, folder, checkpoint=None, batches=None, **settings):
 
 
 def weights(learner):
-    return {name.replace("model.module.", "model."): value.cpu() for name, value in learner.state_dict().items()}
+    full = fully_shard.full_state_dict(learner)
+    return {name.replace("model.module.", "model."): value.cpu() for name, value in full.items()}

@@ -4,7 +4,6 @@ The same chunks, because a kernel for the whole batch may round otherwise, and b
 mode takes each chunk by itself.
 """
 
-import copy
 import dataclasses
 
 import pytest
@@ -15,11 +14,9 @@ pytest.importorskip("timm")
 
 from architectures import ARCHITECTURES
 
-from dataparallel import DataParallel
-from dataparallel.composable import replicate
-
-SAMPLES, SLOTS = 5, 2
-TOLERANCE = 1e-9
+from dataparallel.testing.cases import seeded
+from dataparallel.testing.parity import assert_same_step
+from each_form import replicating_forms
 
 
 def tensors(output):
@@ -33,69 +30,15 @@ def tensors(output):
     return [tensor for part in output for tensor in tensors(part)] if isinstance(output, (list, tuple)) else []
 
 
-def loss_of(outputs):
-    """A number in which every output of every sample has its own weight."""
-    total = 0.0
-    for place, output in enumerate(outputs, start=1):
-        weights = torch.linspace(1, 2, output.numel(), dtype=output.dtype, device=output.device)
-        total = total + (output * weights.view(output.shape)).sum() / (place * output.numel())
-    return total
+@replicating_forms
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.slots(2)
+def test_outputs_gradients_and_buffers(form, name, slots):
+    def build():
+        """A wrapper's replicas return tensors only; replicated models join what the library returns."""
+        model = seeded(ARCHITECTURES[name].build)().train()
+        model.register_forward_hook(lambda module, args, output: tensors(output))
+        return model
 
-
-def chunk_by_chunk(model, batch):
-    """Outputs of one device, joined as both forms join them."""
-    chunks = zip(*(value.chunk(SLOTS) for value in batch.values()), strict=True)
-    # Buffers that change are those of slot 0: the others have copies.
-    models = [model, *(copy.deepcopy(model) for _ in range(SLOTS - 1))]
-    for other in models[1:]:
-        for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
-            assert ours is not theirs
-    found = []
-    for net, chunk in zip(models, chunks, strict=True):
-        found.append(tensors(net(**dict(zip(batch, chunk, strict=True)))))
-    joined = [
-        torch.cat([part.reshape(1) if part.dim() == 0 else part for part in parts])
-        for parts in zip(*found, strict=True)
-    ]
-    return joined, models
-
-
-def relative(found, expected):
-    return ((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
-
-
-@pytest.fixture(params=sorted(ARCHITECTURES))
-def architecture(request):
-    return ARCHITECTURES[request.param]
-
-
-@pytest.mark.parametrize("form", ["DataParallel", "replicate"])
-@pytest.mark.slots(SLOTS)
-def test_outputs_and_gradients(form, architecture, slots, root):
-    torch.manual_seed(0)
-    model = architecture.build().double().to(root).train()
-    batch = {name: value.to(root) for name, value in architecture.batch(SAMPLES).items()}
-    one = copy.deepcopy(model)
-    wrapped = DataParallel(model, slots) if form == "DataParallel" else replicate(model, devices=slots)
-
-    expected, parts = chunk_by_chunk(one, batch)
-    loss_of(expected).backward()
-    found = tensors(wrapped(**batch))
-    loss_of(found).backward()
-
-    assert [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
-    assert max(map(relative, found, expected)) <= TOLERANCE
-    # Each part has the gradients of its chunk.
-    gradients = zip(*(part.parameters() for part in parts), strict=True)
-    largest = max(p.grad.abs().max().item() for part in parts for p in part.parameters() if p.grad is not None)
-    seen = 0
-    for (name, parameter), copies in zip(model.named_parameters(), gradients, strict=True):
-        given = [each.grad for each in copies if each.grad is not None]
-        assert (parameter.grad is None) == (not given), name
-        if given:
-            seen += 1
-            assert (parameter.grad - sum(given)).abs().max().item() <= TOLERANCE * largest, name
-    assert seen > 0
-    assert largest > 0
-    for (name, buffer), of_one in zip(model.named_buffers(), one.buffers(), strict=True):
-        torch.testing.assert_close(buffer, of_one, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+    batch = ((), ARCHITECTURES[name].batch(5))
+    assert_same_step(build, batch, slots, by_chunks=True, wrap=lambda model, slots, dim: form(model, slots))

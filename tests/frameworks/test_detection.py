@@ -7,13 +7,13 @@ import torch
 
 pytest.importorskip("torchvision")
 
-from either_form import both_forms, in_form
 from torch import Tensor, nn
 from torchvision.models.detection import RetinaNet, retinanet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.ops import box_iou
 
 from dataparallel import samples
+from each_form import replicating_forms
 
 CLASSES = 4
 
@@ -77,44 +77,29 @@ def _in_float64(monkeypatch, root):
     torch.set_default_dtype(torch.float32)
 
 
-@both_forms
+@replicating_forms
 @pytest.mark.slots(1, 2, 3)
-def test_losses_weighted_by_images_are_those_of_one_device(form, slots, root):
+def test_losses_weighted_by_images_and_detections_are_those_of_one_device(form, slots, root):
     """RetinaNet divides the loss of each image by what is in it, and takes the mean over images."""
-    model = detector().to(root)
+    model, wrapped = detector().to(root), form(detector().to(root), slots)
     images, targets = batch(7, root)
-    images = same_sizes(images)
-    expected = model(images, targets)
+    chunks = torch.arange(7).chunk(len(slots))
+    same = same_sizes(images)
+    expected = model(same, targets)
     sum(expected.values()).backward()
-    wrapped = in_form(form, detector().to(root), slots)
-    losses = wrapped(samples(images), samples(targets))
-    counts = torch.tensor([len(chunk) for chunk in torch.arange(7).chunk(len(slots))]).to(root)
+    losses = wrapped(samples(same), samples(targets))
+    counts = torch.tensor([len(chunk) for chunk in chunks]).to(root)
     found = {name: (values * counts).sum() / 7 for name, values in losses.items()} if len(slots) > 1 else losses
     sum(found.values()).backward()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
     for ours, theirs in zip(wrapped.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9)
-
-
-@both_forms
-@pytest.mark.slots(1, 2, 3)
-def test_detections_are_gathered_image_by_image(form, slots, root):
-    model, (images, _) = detector().to(root).eval(), batch(7, root)
-    chunks = [images[at : at + size] for at, size in _places(len(images), len(slots))]
-    wrapped = in_form(form, model, slots)
+    model.eval()
+    wrapped.eval()
     with torch.no_grad():
-        found = wrapped(samples(images))
-        expected = [one for chunk in chunks for one in model(chunk)]
-    assert [len(one["boxes"]) for one in found] == [5] * 7
-    for ours, theirs in zip(found, expected, strict=True):
-        assert [*ours] == [*theirs]
-        for name in theirs:
-            assert ours[name].device == torch.device(root)
-            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-9, atol=1e-9)
-
-
-def _places(count, slots):
-    """The first image and the number of images of each slot."""
-    sizes = [len(chunk) for chunk in torch.arange(count).chunk(slots)]
-    return [(sum(sizes[:slot]), size) for slot, size in enumerate(sizes)]
+        detected = wrapped(samples(images))
+        expected = [one for chunk in chunks for one in model([images[index] for index in chunk])]
+    assert [len(one["boxes"]) for one in detected] == [5] * 7
+    assert {value.device for one in detected for value in one.values()} == {root}
+    torch.testing.assert_close([*detected], expected, rtol=1e-9, atol=1e-9)

@@ -1,9 +1,12 @@
 """Libraries that look for ``torch.nn.DataParallel`` find the model in ours, and take a replicated model as it is."""
 
+import copy
+
 import pytest
 import torch
-from either_form import both_forms, in_form
 from torch import nn
+
+from each_form import replicating_forms
 
 
 def found_by_accelerate(model, folder):
@@ -23,9 +26,9 @@ def found_by_ignite(model, folder):
     return torch.load(folder / "saved.pt")
 
 
-@both_forms
+@replicating_forms
 @pytest.mark.parametrize(("package", "find"), [("accelerate", found_by_accelerate), ("ignite", found_by_ignite)])
 def test_they_find_the_model(package, find, form, slots, root, tmp_path):
     pytest.importorskip(package)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).to(root)
-    torch.testing.assert_close(dict(find(in_form(form, net, slots), tmp_path)), dict(net.state_dict()))
+    torch.testing.assert_close(dict(find(form(copy.deepcopy(net), slots), tmp_path)), dict(net.state_dict()))

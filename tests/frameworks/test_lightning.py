@@ -39,25 +39,19 @@ def one_device(tmp_path_factory):
 
 @all_ways
 @pytest.mark.slots(1, 2, 3)
-class TestFit:
-    def test_it_trains_as_one_device(self, make, slots, one_device, tmp_path):
-        learner, (expected, of_one) = make(slots), one_device
-        before = copy.deepcopy(weights(learner))
-        trainer = fit(learner, tmp_path)
-        torch.testing.assert_close(weights(learner), expected.state_dict(), rtol=1e-9, atol=1e-12)
-        assert not any(torch.equal(value, before[name]) for name, value in weights(learner).items())
-        for name in ("loss", "validation"):
-            torch.testing.assert_close(trainer.callback_metrics[name].cpu(), of_one.callback_metrics[name])
-
-
-@all_ways
-def test_training_goes_on_from_a_checkpoint(make, slots, tmp_path):
-    expected = Learner(net())
-    fit(expected, tmp_path, max_epochs=EPOCHS + 1)
-    fit(make(slots), tmp_path).save_checkpoint(tmp_path / "checkpoint")
-    again = make(slots)
+def test_it_trains_as_one_device_and_goes_on_from_a_checkpoint(make, slots, one_device, tmp_path):
+    learner, (expected, of_one) = make(slots), one_device
+    before = copy.deepcopy(weights(learner))
+    trainer = fit(learner, tmp_path)
+    torch.testing.assert_close(weights(learner), expected.state_dict(), rtol=1e-9, atol=1e-12)
+    assert not any(torch.equal(value, before[name]) for name, value in weights(learner).items())
+    for name in ("loss", "validation"):
+        torch.testing.assert_close(trainer.callback_metrics[name].cpu(), of_one.callback_metrics[name])
+    trainer.save_checkpoint(tmp_path / "checkpoint")
+    again, longer = make(slots), Learner(net())
     fit(again, tmp_path, tmp_path / "checkpoint", max_epochs=EPOCHS + 1)
-    torch.testing.assert_close(weights(again), expected.state_dict(), rtol=1e-9, atol=1e-12)
+    fit(longer, tmp_path, max_epochs=EPOCHS + 1)
+    torch.testing.assert_close(weights(again), longer.state_dict(), rtol=1e-9, atol=1e-12)
 
 
 def test_a_loader_may_send_ahead(slots, one_device, tmp_path):

@@ -8,53 +8,39 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from either_trainer import losses_of, state_of, trainer_on
 from heads import HEADS
 from tiny import bert_config
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import BertForMaskedLM, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import BertForMaskedLM, BertForSequenceClassification, Trainer
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from dataparallel import DataParallel
-from dataparallel.composable import FullyShardedModule, fully_shard
+from dataparallel.composable import FullyShardedModule
 from dataparallel.forms import unit_choice
 from dataparallel.integrations.transformers import OnSlots
 from dataparallel.integrations.transformers_losses import known_items
+from each_form import FORMS
 
 SAMPLES = 8
-all_forms = pytest.mark.parametrize("form", ["DataParallel", "replicate", "fully_shard"])
+all_forms = pytest.mark.parametrize("form", FORMS)
 
 
-class SlotsTrainer(OnSlots, Trainer):
-    pass
-
-
-def step(model, batch, folder, slots=None, form=None, trainer=SlotsTrainer, **given):
+def step(model, batch, folder, slots=None, form=None, trainer=Trainer, **given):
     """One step with the whole batch. Returns its loss, the loss of an evaluation after it, the state and warnings."""
-    number = 3 if slots else 1
-    args = TrainingArguments(
-        output_dir=str(folder),
-        use_cpu=not torch.cuda.is_available() or slots == ["cpu"] * 3,
-        per_device_train_batch_size=9 // number,
-        per_device_eval_batch_size=9 // number,
-        **{"max_steps": 1, "logging_steps": 1, "learning_rate": 0.05, "optim": "sgd", "max_grad_norm": 0.0},
-        **{"report_to": [], "disable_tqdm": True, "save_strategy": "no", "remove_unused_columns": False},
-        **{"prediction_loss_only": True},
-    )
-    if not slots:
-        args.n_gpu  # noqa: B018  sets the attribute, which is overwritten
-        args._n_gpu = 1
     columns = batch(SAMPLES)
     data = [{name: value[index] for name, value in columns.items()} for index in range(SAMPLES)]
-    on_slots = {"devices": slots, "form": form, **given} if slots else {}
+    given |= {"model": model, "train_dataset": data, "eval_dataset": data}
+    settings = {"max_steps": 1, "learning_rate": 0.05, "optim": "sgd", "max_grad_norm": 0.0, "save_strategy": "no"}
+    settings |= {"remove_unused_columns": False, "prediction_loss_only": True}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = trainer(model=model, args=args, train_dataset=data, eval_dataset=data, **on_slots)
+        trainer = trainer_on(slots, form, trainer, folder, given, rows=9, **settings)
         trainer.train()
         evaluated = trainer.evaluate().get("eval_loss")
-    loss, *_ = (entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
-    state = {name: value.cpu() for name, value in fully_shard.full_state_dict(trainer.model).items()}
-    return loss, evaluated, state, [str(each.message) for each in caught if "what it divides by" in str(each.message)]
+    said = [str(each.message) for each in caught if "what it divides by" in str(each.message)]
+    return losses_of(trainer)[0], evaluated, state_of(trainer.model), said
 
 
 def assert_same(found, expected):
@@ -71,7 +57,7 @@ def test_a_step_is_that_of_one_device_or_the_trainer_says_so_once(head, form, sl
     found = step(build(), batch, tmp_path, slots, form)
     assert len(found[3]) == (not is_known)
     if is_known:
-        assert_same(found, step(build(), batch, tmp_path, trainer=Trainer))
+        assert_same(found, step(build(), batch, tmp_path))
 
 
 class Net(nn.Module):
@@ -93,6 +79,13 @@ def batch_of_net(number):
     return {"x": torch.randn(number, 5, 4, generator=torch.Generator().manual_seed(2)).double(), "labels": labels}
 
 
+class Knows(OnSlots, Trainer):
+    items = None
+
+    def loss_items(self, inputs):
+        return (inputs["labels"] != 255).sum(1) if self.items is None else self.items
+
+
 class TestOwnModels:
     """What the loss of somebody else's model divides by can only be given."""
 
@@ -103,34 +96,24 @@ class TestOwnModels:
         assert "loss_items(inputs)" in said
 
     @all_forms
-    def test_a_method_of_the_trainer_knows(self, form, slots, tmp_path):
-        class Knows(SlotsTrainer):
-            def loss_items(self, inputs):
-                return (inputs["labels"] != 255).sum(1)
-
-        found = step(Net(), batch_of_net, tmp_path, slots, form, trainer=Knows)
-        assert_same(found, step(Net(), batch_of_net, tmp_path, trainer=Trainer))
-        assert not found[3]
-
-    @all_forms
-    def test_sums(self, form, slots, tmp_path):
-        found = step(Net("sum"), batch_of_net, tmp_path, slots, form, scalars="sum")
-        assert_same(found, step(Net("sum"), batch_of_net, tmp_path, trainer=Trainer))
+    @pytest.mark.parametrize(
+        ("reduction", "given"), [("mean", {"trainer": Knows}), ("sum", {"scalars": "sum"})], ids=["a method", "sums"]
+    )
+    def test_what_is_given_counts(self, reduction, given, form, slots, tmp_path):
+        found = step(Net(reduction), batch_of_net, tmp_path, slots, form, **given)
+        assert_same(found, step(Net(reduction), batch_of_net, tmp_path))
         assert not found[3]
 
     def test_a_form_keeps_its_rule(self, slots, root, tmp_path):
         net = Net("sum").to(root)
-        args = TrainingArguments(output_dir=str(tmp_path), use_cpu=root.type == "cpu", report_to=[])
-        trainer = SlotsTrainer(DataParallel(net, slots, scalars="sum"), args)
+        model = DataParallel(net, slots, scalars="sum")
+        trainer = trainer_on(slots, "DataParallel", Trainer, tmp_path, {"model": model})
         x = {name: value.to(root) for name, value in batch_of_net(SAMPLES).items()}
         torch.testing.assert_close(trainer.model_wrapped(**x)["loss"], net(**x)["loss"])
 
     @pytest.mark.parametrize("items", [torch.ones(3), "tokens"])
-    def test_items_that_are_none(self, items, slots, tmp_path):
-        class Knows(SlotsTrainer):
-            def loss_items(self, inputs):
-                return items
-
+    def test_items_that_are_none(self, items, slots, tmp_path, monkeypatch):
+        monkeypatch.setattr(Knows, "items", items)
         with pytest.raises((TypeError, ValueError), match="loss_items returned"):
             step(Net(), batch_of_net, tmp_path, slots, trainer=Knows)
 
@@ -163,13 +146,12 @@ def test_other_items_than_the_labels_show_are_not_known():
     assert known_items(head.build(), {**head.batch(SAMPLES), **pictures}) is None
 
 
-def test_blocks_that_share_parameters_belong_to_the_rest(slots, root, tmp_path, monkeypatch):
+def test_blocks_that_share_parameters_belong_to_the_rest(slots, tmp_path, monkeypatch):
     """The embeddings of BERT are a block, and its head has their weights."""
     monkeypatch.setattr(unit_choice, "_LEAST_BYTES", 1)
     model = BertForMaskedLM(bert_config())
     assert "BertEmbeddings" in model._no_split_modules
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=root.type == "cpu", report_to=[])
-    model = SlotsTrainer(model, args, devices=slots, form="fully_shard").model
+    model = trainer_on(slots, "fully_shard", Trainer, tmp_path, {"model": model}).model
     units = [name for name, module in model.named_modules() if isinstance(module, FullyShardedModule)]
     assert units == ["", "bert.encoder.layer.0", "bert.encoder.layer.1"]
     assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight

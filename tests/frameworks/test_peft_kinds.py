@@ -1,12 +1,13 @@
 """Every kind of peft's adapters is trained, saved, loaded, switched and merged as on one device."""
 
+import copy
+
 import pytest
 import torch
 
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
-from either_form import both_forms, in_form
 from peft import (
     IA3Config,
     LNTuningConfig,
@@ -21,7 +22,9 @@ from peft import (
 from tiny import gpt2, tokens
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
+from dataparallel import DataParallel
 from dataparallel.composable import fully_shard
+from each_form import replicating_forms
 
 LORA = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "init_lora_weights": False}
 IA3 = {"target_modules": ["c_attn", "c_fc"], "feedforward_modules": ["c_fc"], "fan_in_fan_out": True}
@@ -53,8 +56,8 @@ def alone(request, root):
     return adapted(request.param, root)
 
 
-def source(model, form):
-    return model.module if form == "DataParallel" else model
+def source(model):
+    return model.module if isinstance(model, DataParallel) else model
 
 
 def logits(model, ids):
@@ -70,11 +73,11 @@ def train(model, ids):
         optimizer.step()
 
 
-@both_forms
+@replicating_forms
 def test_adapters_of_each_kind_live_as_on_one_device(form, alone, slots, root, tmp_path):
     ids = tokens(2 * len(slots) + 1).to(root)
-    model = in_form(form, alone, slots)
-    ours = source(model, form)
+    model = form(copy.deepcopy(alone), slots)
+    ours = source(model)
     train(model, ids)
     train(alone, ids)
     torch.testing.assert_close(ours.state_dict(), alone.state_dict(), **EXACT)
@@ -137,19 +140,19 @@ def test_an_adapter_that_comes_after_fully_shard_is_refused(kind, slots, root):
         train(model, tokens(7).to(root))
 
 
-@both_forms
+@replicating_forms
 @pytest.mark.slots(2, 3)
 def test_adapters_may_come_after_the_form(form, slots, root):
     """The wrapper reads the tree at each call; a replicated module keeps its form inside of peft's model."""
     config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
-    model = in_form(form, gpt2().to(root), slots)
+    model = form(gpt2().to(root), slots)
     trained = []
-    for base in (model.module if form == "DataParallel" else model, gpt2().to(root)):
+    for base in (source(model), gpt2().to(root)):
         torch.manual_seed(1)
         trained.append(get_peft_model(base, config, autocast_adapter_dtype=False))
     ours, alone = trained
-    if form == "DataParallel":
+    if isinstance(model, DataParallel):
         model.module = ours
-    for each in (model if form == "DataParallel" else ours, alone):
+    for each in (model if isinstance(model, DataParallel) else ours, alone):
         train(each, tokens(5).to(root))
     torch.testing.assert_close([*ours.parameters()], [*alone.parameters()], **EXACT)

@@ -7,6 +7,7 @@ pytest.importorskip("sentence_transformers")
 pytest.importorskip("datasets")
 
 from datasets import Dataset
+from either_trainer import state_of, trainer_on
 from sentence_transformers import (
     SentenceTransformer,
     SentenceTransformerTrainer,
@@ -18,15 +19,10 @@ from tiny import bert_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertModel, PreTrainedTokenizerFast
 
-from dataparallel.composable import fully_shard
-from dataparallel.integrations.transformers import OnSlots
+from each_form import FORMS
 
 WORDS = ["[PAD]", "[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
-all_forms = pytest.mark.parametrize("form", ["DataParallel", "replicate", "fully_shard"])
-
-
-class SlotsTrainer(OnSlots, SentenceTransformerTrainer):
-    pass
+all_forms = pytest.mark.parametrize("form", FORMS)
 
 
 @pytest.fixture(scope="module")
@@ -64,33 +60,15 @@ def pairs(number):
 
 
 def trained(model, output, slots=None, form=None, resume=None):
-    number = 3 if slots else 1
-    args = SentenceTransformerTrainingArguments(
-        output_dir=str(output),
-        use_cpu=True,
-        per_device_train_batch_size=6 // number,
-        per_device_eval_batch_size=6 // number,
-        **{"max_steps": 4, "save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "logging_steps": 1},
-        **{"learning_rate": 0.01, "optim": "sgd", "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"},
-        **{"report_to": [], "disable_tqdm": True},
-    )
-    if not slots:
-        args.n_gpu  # noqa: B018  sets the attribute, which is overwritten
-        args._n_gpu = 1
-    trainer = (SlotsTrainer if slots else SentenceTransformerTrainer)(
-        model=model,
-        args=args,
-        train_dataset=pairs(20),
-        eval_dataset=pairs(5),
-        loss=losses.CosineSimilarityLoss(model),
-        **({"devices": slots, "form": form} if slots else {}),
-    )
+    settings = {"max_steps": 4, "save_steps": 2, "eval_steps": 2, "eval_strategy": "steps", "use_cpu": True}
+    settings |= {"learning_rate": 0.01, "optim": "sgd"}
+    settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    given = {"model": model, "train_dataset": pairs(20), "eval_dataset": pairs(5)}
+    given["loss"] = losses.CosineSimilarityLoss(model)
+    arguments = SentenceTransformerTrainingArguments
+    trainer = trainer_on(slots, form, SentenceTransformerTrainer, output, given, arguments, **settings)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
-
-
-def state_of(model):
-    return {name: value.cpu() for name, value in fully_shard.full_state_dict(model).items()}
 
 
 def assert_same(model, other):

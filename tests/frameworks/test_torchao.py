@@ -8,7 +8,6 @@ from torch import nn
 
 pytest.importorskip("torchao")
 
-from either_form import both_forms, in_form
 from torchao.quantization import (
     Float8WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
@@ -19,7 +18,9 @@ from torchao.quantization import (
     quantize_,
 )
 
+from dataparallel import DataParallel
 from dataparallel.composable import fully_shard
+from each_form import replicating_forms
 
 CONFIGS = {
     "int8": lambda: Int8WeightOnlyConfig(version=2),
@@ -68,21 +69,15 @@ def train(model, parameters, x):
     return outputs
 
 
-@both_forms
-class TestQuantised:
-    def test_adapters_are_trained_as_on_one_device(self, form, net, slots, x):
-        model = in_form(form, net, slots)
-        torch.testing.assert_close(train(model, model.parameters(), x), train(net, net.parameters(), x))
-
-    def test_it_serves_and_loads_a_state_dict(self, form, net, slots, x, without_graph):
-        model = in_form(form, net, slots)
+@replicating_forms
+def test_it_serves_loads_a_state_dict_and_has_adapters_trained(form, net, slots, x, without_graph):
+    model = form(copy.deepcopy(net), slots)
+    for _ in range(2):
         with without_graph():
             torch.testing.assert_close(model(x), net(x))
-        torch.manual_seed(2)
-        for each in (model.module if form == "DataParallel" else model, net):
+        for each in (model.module if isinstance(model, DataParallel) else model, net):
             each.load_state_dict({name: copy.deepcopy(value) for name, value in net.state_dict().items()})
-        with without_graph():
-            torch.testing.assert_close(model(x), net(x))
+    torch.testing.assert_close(train(model, model.parameters(), x), train(net, net.parameters(), x))
 
 
 def test_fully_shard_refuses_it_by_name(net, slots):

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from either_trainer import losses_of, state_of, trainer_on
 from tiny import bert, examples, gpt2, t5, tokens
 from transformers import (
     AutoModelForCausalLM,
@@ -23,19 +24,11 @@ from transformers import (
 from dataparallel import DataParallel
 from dataparallel.composable import FullyShardedModule, ReplicatedModule, fully_shard, replicate
 from dataparallel.integrations.transformers import OnSlots
+from each_form import FORMS
 
 STEPS = 6
-FORMS = ["DataParallel", "replicate", "fully_shard"]
-GIVEN = ("train_dataset", "eval_dataset", "model_init", "data_collator", "scalars")
 all_forms = pytest.mark.parametrize("form", FORMS)
-
-
-class SlotsTrainer(OnSlots, Trainer):
-    pass
-
-
-class SlotsSeq2SeqTrainer(OnSlots, Seq2SeqTrainer):
-    pass
+GIVEN = ("train_dataset", "eval_dataset", "model_init", "data_collator", "scalars")
 
 
 def data(samples):
@@ -46,47 +39,18 @@ def data(samples):
     return found
 
 
-def trainer_for(model, folder, slots=None, form=None, trainer=SlotsTrainer, arguments=TrainingArguments, **settings):
+def trainer_for(model, folder, slots=None, form=None, trainer=Trainer, **settings):
     """One on slots or, without slots, on one device with the same batches. The last batch of an epoch is smaller."""
-    number = 3 if slots else 1
-    settings = {
-        "max_steps": STEPS,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 0.02,
-        "save_steps": STEPS // 2,
-        "per_device_train_batch_size": 6 // number,
-        "per_device_eval_batch_size": 6 // number,
-        **settings,
-    }
-    given = {name: settings.pop(name) for name in GIVEN if name in settings}
-    args = arguments(
-        output_dir=str(folder),
-        use_cpu=not torch.cuda.is_available() or slots == ["cpu"] * 3,
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        **settings,
-    )
-    if not slots:
-        args.n_gpu  # noqa: B018  sets the attribute, which is overwritten
-        args._n_gpu = 1
-    given = {"train_dataset": data(29), "eval_dataset": data(10), **given}
-    on_slots = {} if slots is None else {"devices": slots, "form": form}
-    return trainer(model=model, args=args, **given, **on_slots)
+    given = {"model": model, "train_dataset": data(29), "eval_dataset": data(10)}
+    given |= {name: settings.pop(name) for name in GIVEN if name in settings}
+    usual = {"max_steps": STEPS, "save_steps": STEPS // 2, "gradient_accumulation_steps": 2, "learning_rate": 0.02}
+    return trainer_on(slots, form, trainer, folder, given, **{**usual, **settings})
 
 
 def trained(*args, resume=None, **settings):
     trainer = trainer_for(*args, **settings)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
-
-
-def losses_of(trainer):
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def state_of(model):
-    return {name: value.cpu().clone() for name, value in fully_shard.full_state_dict(model).items()}
 
 
 def assert_same(trainer, expected, tolerance=1e-9):
@@ -98,49 +62,40 @@ def assert_same(trainer, expected, tolerance=1e-9):
 
 @pytest.fixture(scope="module")
 def one_device(request, tmp_path_factory):
-    return trained(gpt2(), tmp_path_factory.mktemp("one"), trainer=Trainer)
+    return trained(gpt2(), tmp_path_factory.mktemp("one"))
 
 
 @all_forms
 class TestTraining:
-    def test_losses_and_parameters(self, form, slots, one_device, tmp_path):
+    def test_it_learns_goes_on_from_a_checkpoint_and_saves_a_plain_model(self, form, slots, one_device, tmp_path):
         trainer = trained(gpt2(), tmp_path, slots, form)
         assert len(losses_of(trainer)) == STEPS
         assert not torch.equal(state_of(trainer.model)["lm_head.weight"], gpt2().lm_head.weight)
         assert_same(trainer, one_device)
-
-    def test_it_goes_on_from_a_checkpoint(self, form, slots, one_device, tmp_path):
-        trained(gpt2(), tmp_path, slots, form)
         checkpoint = str(tmp_path / f"checkpoint-{STEPS // 2}")
         assert_same(trained(gpt2(), tmp_path, slots, form, resume=checkpoint), one_device)
-        assert_same(trained(gpt2(), tmp_path, trainer=Trainer, resume=checkpoint), one_device)
-
-    def test_what_is_saved_loads_into_a_plain_model(self, form, slots, one_device, tmp_path):
-        trained(gpt2(), tmp_path, slots, form).save_model(tmp_path / "saved")
+        assert_same(trained(gpt2(), tmp_path, resume=checkpoint), one_device)
+        trainer.save_model(tmp_path / "saved")
         config = json.loads((tmp_path / "saved" / "config.json").read_text())
         assert config["architectures"] == ["GPT2LMHeadModel"]
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float64)
         assert type(loaded) is GPT2LMHeadModel
         torch.testing.assert_close(loaded.state_dict(), state_of(one_device.model), rtol=1e-9, atol=1e-9)
 
-    def test_the_best_model_is_loaded(self, form, slots, tmp_path):
-        settings = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "learning_rate": 0.1}
-        one, several = (
-            trained(gpt2(), tmp_path / str(trainer), *on, trainer=trainer, **settings)
-            for on, trainer in (((), Trainer), ((slots, form), SlotsTrainer))
-        )
-        assert several.state.best_metric == pytest.approx(one.state.best_metric, rel=1e-6)
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "learning_rate": 0.1},
+            {"label_smoothing_factor": 0.1},  # the trainer chooses by the name of the model's class
+            {"gradient_checkpointing": True},
+        ],
+        ids=lambda settings: next(iter(settings)),
+    )
+    def test_settings_that_look_at_the_model(self, form, slots, settings, tmp_path):
+        one = trained(gpt2(), tmp_path / "one", **settings)
+        several = trained(gpt2(), tmp_path / "several", slots, form, **settings)
+        assert (several.state.best_metric or 0) == pytest.approx(one.state.best_metric or 0, rel=1e-6)
         assert_same(several, one)
-
-    def test_labels_are_shifted_where_they_are_smoothed(self, form, slots, tmp_path):
-        """The trainer chooses by the name of the model's class."""
-        one = trained(gpt2(), tmp_path / "one", trainer=Trainer, label_smoothing_factor=0.1)
-        found = trained(gpt2(), tmp_path, slots, form, label_smoothing_factor=0.1)
-        assert_same(found, one)
-
-    def test_activations_that_are_recomputed(self, form, slots, tmp_path):
-        one = trained(gpt2(), tmp_path / "one", trainer=Trainer, gradient_checkpointing=True)
-        assert_same(trained(gpt2(), tmp_path, slots, form, gradient_checkpointing=True), one)
 
     def test_gradients_wait_on_their_slots_until_the_last_batch_of_a_step(self, form, slots, tmp_path):
         gradients = []
@@ -151,7 +106,7 @@ class TestTraining:
                 control.should_training_stop = True
 
         for on in ((), (slots, form)):
-            trainer = trainer_for(gpt2(), tmp_path, *on, trainer=SlotsTrainer if on else Trainer)
+            trainer = trainer_for(gpt2(), tmp_path, *on)
             trainer.add_callback(Look)
             trainer.train()
         expected, found = gradients
@@ -165,11 +120,11 @@ class TestTraining:
         if make == "bert":
             settings |= {"train_dataset": classified(29), "eval_dataset": classified(10)}
         trainers = []
-        for trainer, on in ((Trainer, ()), (SlotsTrainer, (slots, form))):
+        for on in ((), (slots, form)):
             model = bert() if make == "bert" else gpt2()
             if divides:
                 model.accepts_loss_kwargs = False
-            trainers.append(trained(model, tmp_path, *on, trainer=trainer, **settings))
+            trainers.append(trained(model, tmp_path, *on, **settings))
         one, several = trainers
         # GPT-2 computes a mean in float32: those of the chunks are rounded.
         assert_same(several, one, tolerance=1e-9 if make == "bert" else 1e-7)
@@ -185,17 +140,11 @@ class TestEvaluation:
     """With a last batch that is smaller, and smaller than the number of slots."""
 
     @pytest.mark.parametrize("samples", [10, 7])
-    def test_loss(self, form, slots, samples, tmp_path):
-        one = trainer_for(gpt2(), tmp_path, trainer=Trainer)
+    def test_losses_and_predictions(self, form, slots, samples, tmp_path):
         several = trainer_for(gpt2(), tmp_path, slots, form)
         assert several.label_names == ["labels"]
-        found, expected = (trainer.evaluate(data(samples))["eval_loss"] for trainer in (several, one))
-        assert found == pytest.approx(expected, rel=1e-6)
-
-    def test_predictions(self, form, slots, tmp_path):
-        one = trainer_for(gpt2(), tmp_path, trainer=Trainer)
-        several = trainer_for(gpt2(), tmp_path, slots, form)
-        found, expected = (trainer.predict(data(10)) for trainer in (several, one))
+        found, expected = (trainer.predict(data(samples)) for trainer in (several, trainer_for(gpt2(), tmp_path)))
+        assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
         numpy.testing.assert_allclose(found.predictions, expected.predictions, rtol=1e-9, atol=1e-9)
         numpy.testing.assert_array_equal(found.label_ids, expected.label_ids)
 
@@ -203,35 +152,27 @@ class TestEvaluation:
         """The sequences of each chunk have another length."""
         rows = tokens(7, 6)[[0, 4, 1, 5, 2, 6]]
         written = [{"input_ids": row, "labels": torch.tensor([3, 4, -100])} for row in rows]
-        found = []
-        for on in ((), (slots, form)):
-            trainer = trainer_for(
-                t5(),
-                tmp_path,
-                *on,
-                trainer=SlotsSeq2SeqTrainer if on else Seq2SeqTrainer,
-                arguments=Seq2SeqTrainingArguments,
-                predict_with_generate=True,
-            )
-            found.append(trainer.predict(written, max_new_tokens=10))
-        expected, several = found
+        settings = {"arguments": Seq2SeqTrainingArguments, "predict_with_generate": True}
+        expected, several = (
+            trainer_for(t5(), tmp_path, *on, trainer=Seq2SeqTrainer, **settings).predict(written, max_new_tokens=10)
+            for on in ((), (slots, form))
+        )
         lengths = (expected.predictions != 0).sum(1)
         assert len({*lengths.reshape(3, 2).max(1)}) == 3
         numpy.testing.assert_array_equal(several.predictions, expected.predictions)
         assert several.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
 
 
+class SlotsTrainer(OnSlots, Trainer):
+    pass
+
+
 class TestModels:
-    @pytest.mark.parametrize("given", FORMS)
-    def test_one_that_has_a_form(self, given, slots, one_device, tmp_path):
+    @all_forms
+    def test_one_that_has_a_form(self, form, slots, one_device, tmp_path):
         plain = gpt2()
-        if given == "DataParallel":
-            model = DataParallel(plain, slots)
-        elif given == "replicate":
-            model = replicate(plain, devices=slots)
-        else:
-            model = fully_shard(plain, devices=slots)
-        trainer = trainer_for(model, tmp_path, per_device_train_batch_size=2, per_device_eval_batch_size=2)
+        settings = {"trainer": SlotsTrainer, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+        trainer = trainer_for(FORMS[form](plain, slots), tmp_path, **settings)
         trainer.train()
         assert trainer.model is plain
         assert trainer.args.n_gpu == 3
@@ -266,7 +207,7 @@ class TestModels:
 
     @all_forms
     def test_those_of_a_function(self, form, slots, tmp_path):
-        one = trained(None, tmp_path, trainer=Trainer, model_init=gpt2)
+        one = trained(None, tmp_path, model_init=gpt2)
         several = trained(None, tmp_path, slots, form, model_init=gpt2)
         assert_same(several, one)
         assert isinstance(several.model_wrapped, (DataParallel, ReplicatedModule, FullyShardedModule))
@@ -297,3 +238,34 @@ def test_save_pretrained_of_a_sharded_model_takes_its_full_state(slots, root, tm
     model.save_pretrained(tmp_path, state_dict=fully_shard.full_state_dict(model))
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float64)
     torch.testing.assert_close(loaded.state_dict(), expected.state_dict(), rtol=0, atol=0)
+
+
+class OneNumber(Trainer):
+    """For a wrapper that the user makes: each replica needs the number that is in a row for each GPU."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if num_items_in_batch is not None:
+            num_items_in_batch = num_items_in_batch[0, 0]
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+@pytest.mark.devices("cuda")
+@pytest.mark.apart(2)
+def test_a_trainer_of_all_gpus_without_it_does_not_wrap_a_wrapper_again(tmp_path):
+    gpus = torch.cuda.device_count()
+    model = DataParallel(gpt2().to("cuda:0"))
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "all"),
+        per_device_train_batch_size=2,
+        remove_unused_columns=False,  # it would look at the signature of the wrapper's forward
+        **{"max_steps": 4, "gradient_accumulation_steps": 2, "learning_rate": 0.02, "logging_steps": 1},
+        **{"report_to": [], "disable_tqdm": True, "label_names": ["labels"], "save_strategy": "no"},
+    )
+    assert arguments.n_gpu == gpus
+    found = OneNumber(model, arguments, train_dataset=examples(8 * gpus))
+    found.train()
+    assert found.model_wrapped is model
+    settings = {"max_steps": 4, "per_device_train_batch_size": 2 * gpus, "train_dataset": examples(8 * gpus)}
+    expected = trained(gpt2(), tmp_path / "one", **settings)
+    assert losses_of(found) == pytest.approx(losses_of(expected), rel=1e-6)
+    torch.testing.assert_close(state_of(model.module), state_of(expected.model), rtol=1e-9, atol=1e-9)

@@ -6,13 +6,13 @@ import torch
 pytest.importorskip("trl")
 
 from datasets import Dataset
+from either_trainer import state_of, trainer_on
 from tiny import VOCABULARY, gpt2, tokens
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from dataparallel.composable import fully_shard
-from dataparallel.integrations.transformers import OnSlots
+from each_form import FORMS
 
 ROWS = [row.tolist() for row in tokens(29)]
 TUNING = [{"input_ids": row[: 3 + index % 4]} for index, row in enumerate(ROWS)]
@@ -25,41 +25,19 @@ PREFERENCES = [
 
 def trained(base, config, data, folder, slots=None, form=None, **settings):
     words = Tokenizer(models.WordLevel({f"t{number}": number for number in range(VOCABULARY)}, unk_token="t0"))
-    args = config(
-        output_dir=str(folder),
-        use_cpu=not torch.cuda.is_available() or slots == ["cpu"] * 3,
-        max_steps=3,
-        per_device_train_batch_size=2 if slots else 6,
-        per_device_eval_batch_size=2 if slots else 6,
-        gradient_accumulation_steps=2,
-        learning_rate=0.02,
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        **settings,
-    )
-    if not slots:
-        args.n_gpu  # noqa: B018  sets the attribute, which is overwritten
-        args._n_gpu = 1
-    trainer = type("Trainer", (OnSlots, base) if slots else (base,), {})(
-        model=gpt2(),
-        args=args,
-        train_dataset=Dataset.from_list(data),
-        eval_dataset=Dataset.from_list(data),
-        processing_class=PreTrainedTokenizerFast(
-            tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t0"
-        ),
-        **({"ref_model": gpt2()} if base is DPOTrainer else {}),
-        **({"devices": slots, "form": form} if slots else {}),
-    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t0")
+    given = {"model": gpt2(), "processing_class": tokenizer}
+    given |= dict.fromkeys(["train_dataset", "eval_dataset"], Dataset.from_list(data))
+    given |= {"ref_model": gpt2()} if base is DPOTrainer else {}
+    usual = {"max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.02}
+    usual |= {"bf16": False, "gradient_checkpointing": False, "arguments": config}
+    trainer = trainer_on(slots, form, base, folder, given, **usual, **settings)
     trainer.train()
     logged = [
         {name: value for name, value in entry.items() if "runtime" not in name and "second" not in name}
         for entry in [*trainer.state.log_history[:-1], trainer.evaluate()]
     ]
-    return logged, {name: value.cpu() for name, value in fully_shard.full_state_dict(trainer.model).items()}
+    return logged, state_of(trainer.model)
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +47,7 @@ def without_triton(monkeypatch):
         monkeypatch.setattr(f"{module}._use_triton", lambda device: False)
 
 
-@pytest.mark.parametrize("form", ["DataParallel", "replicate", "fully_shard"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("base", "config", "data", "settings"),
     [

@@ -13,15 +13,6 @@ LINES = st.sampled_from([f"{name}: {value}" for name in ("a", "b.weight", "b.bia
 TEXTS = st.lists(LINES, max_size=4).map("\n".join)
 
 
-def test_shapes_and_names_that_differ():
-    texts = ["weight: shape (4, 8)\nbias: 1", "weight: shape (4, 9)\nbias: 1", "weight: shape (4, 8)"]
-    assert differences(texts, [0, 1, 3]) == [
-        "bias: 1 on ranks 0 and 1",
-        "weight: shape (4, 8) on ranks 0 and 3",
-        "weight: shape (4, 9) on rank 1",
-    ]
-
-
 @hypothesis.given(st.lists(TEXTS, min_size=1, max_size=4))
 def test_something_is_found_exactly_where_something_differs(texts):
     """Also where only the order differs, or how often something comes."""

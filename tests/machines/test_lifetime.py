@@ -13,7 +13,7 @@ import torch
 from dataparallel.machines.group import issuer
 from dataparallel.machines.lanes import Lane
 from machine_ranks import all_machines, on_machines, said, summed, word
-from processes import environment
+from processes import environment, run_ranks
 
 pytestmark = pytest.mark.devices("cpu")  # what is sent is in host memory: once is enough
 
@@ -79,7 +79,7 @@ def count():
 
 atexit.register(lambda: print("at the end", count(), flush=True))  # called last
 from dataparallel.composable import replicate
-rank, folder = int(sys.argv[1]), sys.argv[2]
+rank, folder = int(os.environ["TEST_RANK"]), os.environ["TEST_FOLDER"]
 distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 model = replicate(nn.Linear(3, 2), devices=["cpu", "cpu"], process_group=distributed.group.WORLD)
 model(torch.ones(4, 3)).sum().backward()
@@ -91,19 +91,9 @@ distributed.destroy_process_group()
 @pytest.mark.skipif(sys.platform != "linux", reason="names of threads are read from /proc")
 def test_no_thread_of_gloo_is_left_at_the_end_of_the_interpreter(tmp_path: Path) -> None:
     """One that needs the interpreter's lock later would end the process by a signal."""
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", ENDS, rank, str(tmp_path)],
-            env=environment(GLOO_SOCKET_IFNAME="lo"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    printed = [process.communicate(timeout=60)[0] for process in both]
-    assert printed == ["in use True\nat the end 0\n"] * 2
-    assert [process.returncode for process in both] == [0, 0]
+    for each in run_ranks(tmp_path, 2, ENDS, GLOO_SOCKET_IFNAME="lo"):
+        assert each.stdout == "in use True\nat the end 0\n"
+        assert each.returncode == 0
 
 
 def forks(rank: int, devices: list[torch.device]) -> None:

@@ -16,7 +16,6 @@ from clocked import counted
 from dataparallel import DataParallel, peers
 from dataparallel.composable import fully_shard, replicate
 from dataparallel.nn import BatchNorm, SyncBatchNorm, sync_batch_norm
-from sharded_models import ResNet
 
 SHAPES = {nn.BatchNorm1d: (), nn.BatchNorm2d: (3, 2), nn.BatchNorm3d: (2, 1, 2)}
 OPTIONS = [{}, {"momentum": None}, {"momentum": 0.3, "eps": 1e-2}, {"affine": False}, {"track_running_stats": False}]
@@ -286,29 +285,6 @@ def test_a_layer_sends_two_vectors_and_a_count_up_and_two_down_once_in_forward_a
         extra = {pair: count - before.get(pair, 0) for pair, count in now.items() if count != before.get(pair, 0)}
         assert sum(extra.values()) == len(others) * (up + down)
         assert sum(count for (_, target), count in extra.items() if target == root) == len(others) * up
-
-
-@pytest.mark.slots(2, 3, long=[8])
-def test_twenty_steps_of_a_resnet(slots):
-    """Parameters and running statistics are those of one device with the whole batch."""
-    torch.manual_seed(0)
-    module = ResNet(training=True).double().to(slots[0])
-    alone = copy.deepcopy(module)
-    wrapped = DataParallel(module, slots, sync_batch_norm=True)
-    found = []
-    for model, own in ((wrapped, module), (alone, alone)):
-        optimizer = torch.optim.SGD(own.parameters(), lr=0.05, momentum=0.9)
-        generator = torch.Generator().manual_seed(1)
-        for step in range(20):
-            rows = 2 * len(slots) + 1 - step % 2
-            images = torch.randn(rows, 2, 8, 8, dtype=torch.float64, generator=generator).to(slots[0])
-            labels = torch.randint(3, (rows,), generator=generator).to(slots[0])
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images), labels).backward()
-            optimizer.step()
-        found.append([value.detach() for value in own.state_dict().values()])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 def test_a_form_that_is_refused_leaves_batch_norms_as_they_are(slots: list) -> None:

@@ -54,15 +54,13 @@ def train(rank: int, devices: list[torch.device], form: str, ranks: int, steps: 
     return steps
 
 
-@pytest.mark.parametrize("form", ["replicate", "fully_shard"])
-def test_a_resnet_on_two_machines(form):
-    assert on_machines(train, form, 2, 3) == [3, 3]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("slots", [1, 2])
-def test_twenty_steps_of_a_resnet_on_three_machines(slots):
-    assert on_machines(train, "replicate", 3, 20, ranks=3, slots=slots) == [20] * 3
+@pytest.mark.parametrize(
+    ("form", "ranks", "slots", "steps"),
+    [("replicate", 2, 2, 3), ("fully_shard", 2, 2, 3)]
+    + [pytest.param("replicate", 3, slots, 20, marks=pytest.mark.long) for slots in (1, 2)],
+)
+def test_steps_of_a_resnet(form, ranks, slots, steps):
+    assert on_machines(train, form, ranks, steps, ranks=ranks, slots=slots) == [steps] * ranks
 
 
 def of_one_machine(rank: int, devices: list[torch.device]) -> bool:

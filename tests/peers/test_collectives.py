@@ -1,11 +1,9 @@
-"""Collectives give each replica what they promise, and gradients as on one device."""
+"""What single collectives promise: shapes, structures, modes, errors. `test_random_sequences` has their values."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -15,19 +13,7 @@ from peer_calls import Calls, parallel, samples
 OPERATIONS = ["sum", "mean", "max", "min", "prod"]
 
 
-def combined(op: str, stack: Tensor) -> Tensor:
-    return {"sum": stack.sum, "mean": stack.mean, "max": stack.amax, "min": stack.amin, "prod": stack.prod}[op](0)
-
-
 class TestValues:
-    @pytest.mark.slots(2, 3, 8)
-    @pytest.mark.parametrize("op", OPERATIONS)
-    def test_all_reduce(self, slots, op):
-        batch = samples(len(slots)).to(slots[0])
-        found = parallel(lambda chunk, _: peers.all_reduce(chunk[0], op)[None], slots)(batch)
-        wanted = combined(op, batch)
-        torch.testing.assert_close(found, wanted.expand(len(slots), -1), rtol=1e-12, atol=1e-12)
-
     def test_all_gather_along_another_dimension(self, slots):
         batch = samples(3).to(slots[0])
         found = parallel(lambda chunk, _: peers.all_gather(chunk, dim=-1)[None], slots)(batch)
@@ -76,35 +62,6 @@ class TestGradients:
         assert gradcheck(lambda x: wrapped(x).sum(0), batch)
         # The engine adds gradients of one tensor in the order in which its threads bring them, one thread a device.
         assert gradgradcheck(lambda x: wrapped(x).sum(0), batch, nondet_tol=1e-12)
-
-    @given(chunks=st.lists(st.integers(1, 3), min_size=3, max_size=3), op=st.sampled_from(OPERATIONS))
-    def test_of_uneven_chunks(self, slots, chunks, op):
-        def both(chunk: Tensor, weight: Tensor) -> Tensor:
-            everything = peers.all_gather((chunk * weight).tanh())
-            return peers.all_reduce(everything, op) * (chunk * weight).sum() + everything.sum(0)
-
-        batch = samples(sum(chunks)).to(slots[0])
-
-        def alone(whole: Tensor, weight: Tensor) -> Tensor:
-            stack = (whole * weight).tanh()
-            total = combined(op, stack.expand(3, *stack.shape))
-            return torch.cat([total * (chunk * weight).sum() + stack.sum(0) for chunk in whole.split(chunks)])
-
-        same_as(parallel(both, slots, chunk_sizes=chunks), Calls(alone).to(slots[0]), batch)
-
-
-def same_as(wrapped: DataParallel[Calls], alone: Calls, batch: Tensor) -> None:
-    """The outputs, and the gradients of batch and weight, equal those of a function of the whole batch."""
-    results = []
-    for model, module in ((wrapped, wrapped.module), (alone, alone)):
-        own = batch.clone().requires_grad_()
-        output = model(own)
-        weights = samples(output.numel(), 1, seed=1).view(output.shape).to(output)
-        (output * weights).sum().backward()
-        results.append((output.detach(), own.grad, module.weight.grad))
-        module.weight.grad = None
-    for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-11)
 
 
 class TestModes:

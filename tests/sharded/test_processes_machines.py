@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from dataparallel.machines.errors import MachinesDiffer
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
 from dataparallel.sharded.placements import Owners
 from machine_ranks import all_machines, on_machines
-from sharded_parameters import PLACEMENTS, SHAPES, STEPS, assert_same, gradients, whole_parameters
+from sharded_parameters import PLACEMENTS
 
 DTYPES = [torch.float64, torch.bfloat16, torch.bool, torch.int16, torch.complex64]
 
@@ -54,43 +53,6 @@ def computes(rank: int, devices: list) -> None:
 @pytest.mark.parametrize(("ranks", "each"), [(2, 2), (3, 1)])
 def test_values_reductions_and_draws(ranks: int, each: int) -> None:
     on_machines(computes, ranks=ranks, slots=each)
-
-
-def trains(rank: int, devices: list) -> tuple[list[Tensor], float]:
-    """Steps with clipping, and with a scaler that finds an infinity on one machine. Returns parameters and scale."""
-    parameters = [nn.Parameter(tensor) for tensor in divided(whole_parameters(), owners_here(devices))]
-    return (*steps(parameters, devices[0]),)
-
-
-def steps(parameters: list, device: torch.device) -> tuple[list[Tensor], float]:
-    optimizer = torch.optim.AdamW(parameters, lr=0.1, foreach=True)
-    scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=4.0, growth_interval=2)
-    for step in range(STEPS):
-        scaler.scale(torch.zeros((), device=device))
-        for parameter, gradient in zip(parameters, gradients(step), strict=True):
-            if step == 2 and parameter is parameters[0]:
-                gradient[7, 1] = float("inf")
-            is_divided = isinstance(parameter, ShardedTensor)
-            parameter.grad = (
-                distribute_tensor(gradient, parameter.devices, parameter.placement)
-                if is_divided
-                else gradient.to(device)
-            )
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(parameters, 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-    found = [p.full_tensor("cpu") if isinstance(p, ShardedTensor) else p.detach().cpu() for p in parameters]
-    return found, float(scaler.get_scale())
-
-
-@pytest.mark.parametrize(("ranks", "each"), [(2, 2), (3, 1)])
-def test_steps_equal_one_device(ranks: int, each: int, root: torch.device) -> None:
-    assert len(SHAPES) == len(PLACEMENTS)
-    expected, scale = steps(whole_parameters(root), root)
-    for found, its_scale in on_machines(trains, ranks=ranks, slots=each):
-        assert_same(found, expected)
-        assert its_scale == scale
 
 
 def differs(rank: int, devices: list) -> str:

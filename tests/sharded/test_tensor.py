@@ -99,16 +99,14 @@ def test_a_plain_gradient_with_a_graph_is_not_divided(parameter: nn.Parameter, r
         _ = parameter.grad
 
 
-def test_a_replicated_gradient_of_a_backward_is_divided(parameter: nn.Parameter, whole: Tensor, slots: list) -> None:
+def test_gradients_of_another_placement_or_dtype_become_the_parameters(
+    parameter: nn.Parameter, whole: Tensor, slots: list
+) -> None:
     parameter.clone().backward(distribute_tensor(whole, slots, Replicate()))
-    assert parameter.grad.placement == Shard(0)
     assert same(parameter.grad, whole)
-
-
-def test_a_change_of_dtype_has_a_gradient(parameter: nn.Parameter, whole: Tensor, slots: list) -> None:
     parameter.to(torch.float64).backward(distribute_tensor(whole.double(), slots))
-    assert parameter.grad.dtype == torch.float32
-    assert same(parameter.grad, whole)
+    assert (parameter.grad.placement, parameter.grad.dtype) == (Shard(0), torch.float32)
+    assert same(parameter.grad, 2 * whole)
 
 
 # Data

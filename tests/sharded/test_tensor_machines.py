@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, distribute_tensor
 from dataparallel.sharded.placements import Owners, over_of, shard_shapes
 from fake_machines import FakeOver, OutOfStep, on_fake_machines, owners_of
-from sharding import full, sharded
+from sharding import full
 
 pytestmark = pytest.mark.slots(4)
 
@@ -161,31 +161,6 @@ def test_it_is_not_pickled(slots: list, write: Callable[[Any], Any]) -> None:
             pickle.dumps(parameter.devices)
 
     on_fake_machines(check)
-
-
-# Draws
-
-
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
-@pytest.mark.parametrize("draw", [torch.Tensor.normal_, torch.rand_like, nn.init.kaiming_uniform_])
-def test_draws_are_those_of_the_first_machine(slots: list, root: torch.device, draw: Any, placement: Any) -> None:
-    """Each machine's own generators advance as they do by one draw."""
-
-    def drawn_with(seed: int, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        torch.default_generator.manual_seed(seed)
-        if root.type != "cpu":
-            torch.get_device_module(root).manual_seed_all(seed)
-        return draw(tensor), torch.rand(3, device=tensor.device).cpu()
-
-    expected = [drawn_with(3 + rank, torch.zeros(7, 5, device=root)) for rank in range(2)]
-
-    def on_machine(over: FakeOver) -> None:
-        owners = owners_of(slots, over)
-        drawn, after = drawn_with(3 + over.rank, sharded(torch.zeros(7, 5), owners, placement))
-        assert same(drawn, expected[0][0].cpu(), owners)
-        assert torch.equal(after, expected[over.rank][1])
-
-    on_fake_machines(on_machine)
 
 
 # The machines of these tests

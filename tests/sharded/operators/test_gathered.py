@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from dataparallel.sharded import Replicate, Shard, ShardedTensor, allow_gathers
 from dataparallel.sharded.operators import gathered
-from fake_machines import FakeOver, on_fake_machines, owners_of
 from sharding import full, sharded
 
 OPERATORS: dict[str, Callable[[Tensor], Any]] = {
@@ -60,11 +59,14 @@ def assert_alike(ours: Any, expected: Any) -> None:
         torch.testing.assert_close(full(ours), expected.detach(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slots(6)
 @pytest.mark.usefixtures("gathers")
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 @pytest.mark.parametrize("name", OPERATORS)
-def test_results_are_sharded_and_those_of_plain_tensors(slots: list, name: str, placement: Any) -> None:
-    assert_alike(OPERATORS[name](sharded(values(), slots, placement)), OPERATORS[name](values()))
+def test_results_are_sharded_and_those_of_plain_tensors(on_owners: Any, name: str, placement: Any) -> None:
+    """On each machine too."""
+    expected = OPERATORS[name](values())
+    on_owners(lambda owners: assert_alike(OPERATORS[name](sharded(values(), owners, placement)), expected))
 
 
 @pytest.mark.usefixtures("gathers")
@@ -96,16 +98,6 @@ def test_plain_tensors_are_written_to(slots: list, root: torch.device) -> None:
     torch.add(other, plain, out=plain)
     torch._foreach_add_([plain, plain], [other, other])
     torch.testing.assert_close(plain.cpu(), 4 * values())
-
-
-@pytest.mark.slots(4)
-@pytest.mark.usefixtures("gathers")
-def test_machines_compute_the_same(slots: list) -> None:
-    def compute(over: FakeOver) -> None:
-        for name, operator in OPERATORS.items():
-            assert_alike(operator(sharded(values(), owners_of(slots, over))), operator(values())), name
-
-    on_fake_machines(compute)
 
 
 @pytest.mark.usefixtures("gathers")

@@ -46,21 +46,31 @@ DRAWS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def seed(device: torch.device) -> None:
-    torch.manual_seed(3)
-    if device.type != "cpu":
-        torch.get_device_module(device).manual_seed_all(3)
+def drawn(draw: Callable[[Tensor], Any], seed: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What is drawn with this seed, and what is drawn next."""
+    torch.manual_seed(seed)
+    if x.device.type != "cpu":
+        torch.get_device_module(x.device).manual_seed_all(seed)
+    return full(draw(x)).cpu(), torch.rand(3, device=x.device).cpu()
 
 
+@pytest.mark.slots(4)
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
 @pytest.mark.parametrize("name", DRAWS)
-def test_it_equals_one_device(slots: list, root: torch.device, name: str, placement: Any) -> None:
-    x = torch.zeros(7, 5)
-    seed(root)
-    expected = DRAWS[name](x.to(root)).cpu()
-    seed(root)
-    after = DRAWS[name](sharded(x, slots, placement))
-    assert torch.equal(full(after), expected)
+def test_it_equals_one_device(
+    root: torch.device, on_owners: Callable[[Callable], list], name: str, placement: Any
+) -> None:
+    """Over machines the first one's numbers count. Each machine's own generators advance as they do by one draw."""
+    alone = [drawn(DRAWS[name], 3 + rank, torch.zeros(7, 5, device=root)) for rank in range(2)]
+
+    def draw(owners: Any) -> None:
+        rank = 0 if over_of(owners) is None else over_of(owners).rank
+        found, after = drawn(DRAWS[name], 3 + rank, sharded(torch.zeros(7, 5), owners, placement))
+        assert torch.equal(found, alone[0][0])
+        # This one draws as often as it has to for the first machine.
+        assert name == "init.trunc_normal_" or torch.equal(after, alone[rank][1])
+
+    on_owners(draw)
 
 
 @pytest.mark.slots(4)

@@ -1,4 +1,4 @@
-"""Pointwise operators on sharded tensors: in place, dtypes, what does not fit, and comparisons of the whole.
+"""Pointwise operators and reductions: in place, dtypes, what does not fit, and what looks at the whole.
 
 That results are those of plain tensors is in testing/sharding/test_table and in test_every_operator.
 """
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dataparallel.sharded import Shard
+from dataparallel.sharded import Replicate, Shard
 from sharding import full, sharded
 
 
@@ -96,3 +96,19 @@ def test_all_machines_get_the_dtype_of_a_0_dim_result(on_owners: Callable[[Calla
             assert full(product) == 1.5
 
     on_owners(multiply)
+
+
+def test_reductions_of_everything_are_plain_on_the_first_owner(slots: list, root: torch.device) -> None:
+    for found in (sharded(torch.ones(5, 2), slots).sum(), sharded(torch.ones(5, 2), slots, Replicate()).norm(1)):
+        assert type(found) is torch.Tensor
+        assert found.device == root
+        assert found == 10
+
+
+def test_a_number_that_is_nan_anywhere_is_found(slots: list) -> None:
+    x = torch.randn(7)
+    x[6] = float("nan")
+    divided = sharded(x, slots)
+    assert divided.isnan().any()
+    assert divided.max().isnan()
+    assert divided.sum().isnan()

@@ -59,25 +59,6 @@ def test_a_change_in_place_reaches_the_tensor_of_the_caller(kind, slots, root):
     torch.testing.assert_close(model.layer.weight.grad.full_tensor(), twin.layer.weight.grad)
 
 
-@pytest.mark.devices("sim", "stand-in")
-@pytest.mark.slots(4)
-def test_a_unit_may_have_been_called_by_another_tree_since(slots):
-    """The gradients of each backward go to the tree whose graph it is, as on one device."""
-    torch.manual_seed(0)
-    single = nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5), nn.Tanh()), nn.Linear(5, 5)).to(slots[0])
-    x = torch.randn(2, 8, 5, generator=torch.Generator().manual_seed(1)).to(slots[0])
-    model = copy.deepcopy(single)
-    for module in (model[1], model):
-        fully_shard(module, devices=slots)
-    for _ in range(2):
-        whole, part = model(x[0]).square().mean(), model[1](x[1]).square().mean()
-        whole.backward()
-        part.backward()
-        (single(x[0]).square().mean() + single[1](x[1]).square().mean()).backward()
-    for found, expected in zip(model.parameters(), single.parameters(), strict=True):
-        torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
-
-
 def test_a_reshard_inside_a_backward_leaves_the_parameters_to_it(slots, root):
     torch.manual_seed(0)
     twin = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).to(root)

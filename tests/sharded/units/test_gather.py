@@ -10,7 +10,7 @@ from loops import wait_for_the_engine
 from torch import Tensor, nn
 
 from dataparallel.comm.streams.current import Event, streams_set
-from dataparallel.composable import CPUOffloadPolicy, fully_shard
+from dataparallel.composable import fully_shard
 from dataparallel.sharded.units import unit as units_unit
 from dataparallel.sharded.units.gather import PullSource
 from dataparallel.sharded.units.unit import TreeStreams
@@ -19,11 +19,8 @@ from dataparallel.testing.steps import assert_equal, mean_square_loss
 from freed_later import freed_later
 from made_units import recorded_gathers
 from memory import allocated
-from sharded_models import Awkward
 from sharded_steps import (
-    LOOPS,
     MODELS,
-    Model,
     assert_all_sharded,
     assert_same_training,
     gradients,
@@ -87,30 +84,11 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> list[PullSource]:
     return recorded_gathers(monkeypatch)
 
 
-class TestEqualsOneDevice:
-    @pytest.mark.slots(4, long=[8])
-    @pytest.mark.parametrize("loop", ["each_summed", "the_last_summed", "first_forward_first", "last_forward_first"])
-    def test_in_each_loop(self, loop, slots):
-        assert_same_training(
-            MODELS["gpt, units of several kinds"], slots, loop=LOOPS[loop], steps=3, reshard_after_forward=GROUP
-        )
-
-    @pytest.mark.slots(4, long=[8])
-    @pytest.mark.parametrize("model", MODELS)
-    def test_with_each_model(self, model, slots):
-        assert_same_training(MODELS[model], slots, steps=3, reshard_after_forward=GROUP)
-
-    @pytest.mark.slots(8)
-    def test_in_groups_of_four(self, slots):
-        """Rows that four slots divide in another way than eight."""
-        assert_same_training(Model(seeded(Awkward), numbers(6)), slots, steps=2, reshard_after_forward=4)
-
-    @pytest.mark.slots(4)
-    @pytest.mark.parametrize("loop", ["one_backward", "last_forward_first"])
-    def test_with_shards_in_host_memory(self, loop, slots):
-        model = MODELS["gpt, checkpoints around units"]
-        options = {"reshard_after_forward": GROUP, "offload_policy": CPUOffloadPolicy()}
-        assert_same_training(model, slots, loop=LOOPS[loop], steps=2, **options)
+@pytest.mark.slots(4, long=[8])
+@pytest.mark.parametrize("model", MODELS)
+def test_each_model_trains_as_on_one_device(model, slots):
+    """Loops and other options are drawn by test_state_machine."""
+    assert_same_training(MODELS[model], slots, steps=3, reshard_after_forward=GROUP)
 
 
 @pytest.mark.devices("sim")
@@ -158,14 +136,6 @@ class TestMemory:
 
 
 class TestWhatIsGatheredFromWhere:
-    @pytest.mark.slots(4)
-    def test_backward_asks_no_owner(self, slots, gathers):
-        model = make(slots)
-        loss = mean_square_loss(model(rows(slots)))
-        gathers.clear()
-        loss.backward()
-        assert gathers == []
-
     @pytest.mark.slots(4)
     def test_without_a_full_group_backward_asks_the_owners(self, slots, gathers):
         """Three chunks: the third slot is alone in its group."""
@@ -277,19 +247,6 @@ class TestNothingIsKept:
         assert_equal(whole(model.of_leaf), whole(twin.of_leaf), "gradient of the input", atol=1e-9)
         assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
         del earlier
-
-
-class TestTheSetting:
-    @pytest.mark.slots(4)
-    def test_another_number_holds_from_the_next_forward(self, slots):
-        model = make(slots, reshard_after_forward=True)
-        model(rows(slots))
-        assert pieces(model) == []
-        model.set_reshard_after_forward(GROUP)
-        loss = mean_square_loss(model(rows(slots)))
-        assert len(pieces(model)) == 5 * len(slots)
-        loss.backward()
-        assert pieces(model) == []
 
 
 @pytest.mark.devices("sim", "cuda")

@@ -9,12 +9,10 @@ from dataparallel.testing.cases import Case
 from dataparallel.testing.models import CASES, DROPOUT_CASES
 from dataparallel.testing.steps import run_step
 
-every_case = pytest.mark.parametrize("case", CASES + DROPOUT_CASES, ids=lambda case: case.name)
-
 
 @pytest.mark.smoke
-@every_case
-def test_builders_repeat_themselves_and_leave_the_generator_alone(case: Case) -> None:
+@pytest.mark.parametrize("case", CASES + DROPOUT_CASES, ids=lambda case: case.name)
+def test_builders_and_batches_repeat_themselves_and_leave_the_generator_alone(case: Case) -> None:
     before = torch.get_rng_state()
     first, second = case.build().state_dict(), case.build().state_dict()
     assert torch.equal(torch.get_rng_state(), before)
@@ -22,13 +20,7 @@ def test_builders_repeat_themselves_and_leave_the_generator_alone(case: Case) ->
     for name, value in first.items():
         torch.testing.assert_close(second[name], value, rtol=0, atol=0)
         assert value.dtype in (torch.float64, torch.complex128, torch.int64)
-
-
-@every_case
-def test_batches_have_the_size_asked_for_and_repeat_themselves(case: Case) -> None:
-    first, second = tree_leaves(case.batch(5, 1)), tree_leaves(case.batch(5, 1))
-    for one, two in zip(first, second, strict=True):
-        assert isinstance(one, Tensor)
+    for one, two in zip(tree_leaves(case.batch(5, 1)), tree_leaves(case.batch(5, 1)), strict=True):
         assert one.shape[case.dim] == 5
         assert torch.equal(one, two)
 

@@ -105,28 +105,6 @@ class TestWhatItComputes:
         assert Transformer(NO_DROPOUT, dtype=dtype)(batch()).dtype == torch.promote_types(dtype, torch.float32)
 
 
-class TestSeeds:
-    def test_one_seed_gives_the_same_weights_and_the_generator_stays_as_it_is(self):
-        before = torch.get_rng_state()
-        one, other, third = (Transformer(NO_DROPOUT, seed=seed).state_dict() for seed in (3, 3, 4))
-        assert torch.equal(torch.get_rng_state(), before)
-        assert all(torch.equal(value, other[name]) for name, value in one.items())
-        drawn = [name for name, value in one.items() if not torch.equal(value, third[name])]
-        assert {*one} - {*drawn} == {name for name in one if "norm" in name}
-
-    @pytest.mark.parametrize("weight_tying", [True, False])
-    def test_on_meta_nothing_is_drawn_until_there_is_memory(self, weight_tying, root, monkeypatch):
-        args = dataclasses.replace(NO_DROPOUT, weight_tying=weight_tying)
-        with torch.device("meta"), monkeypatch.context() as patch:
-            patch.delattr(torch, "Generator")
-            model = Transformer(args)
-        assert all(parameter.is_meta for parameter in model.parameters())
-        model.to_empty(device=root)
-        model.reset_parameters()
-        for name, value in Transformer(args).state_dict().items():
-            assert torch.equal(model.state_dict()[name].cpu(), value)
-
-
 class TestRefused:
     @pytest.mark.parametrize(
         ("call", "error", "message"),

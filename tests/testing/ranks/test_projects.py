@@ -156,46 +156,6 @@ if __name__ == "__main__":
 """
 
 
-MISSING = """
-import sys, unittest
-import torch
-
-for name in ("torch.testing._internal", "torch.distributed.distributed_c10d", "torch.distributed.tensor", "pytest"):
-    for there in [each for each in sys.modules if each == name or each.startswith(name + ".")]:
-        del sys.modules[there]
-    sys.modules[name] = None  # cannot be imported
-
-from dataparallel.testing import *
-from dataparallel.testing.ranks import on_processes, on_slots, on_threads
-
-def function(rank):
-    return len(rank.devices)
-
-def says(run, words):
-    try:
-        run()
-    except unittest.SkipTest as skip:
-        assert words in str(skip), skip
-    else:
-        raise AssertionError(words)
-
-print(on_slots(function))
-try:
-    check_op(torch.neg, torch.ones(2))
-except RuntimeError as error:
-    assert "placements of torch.distributed.tensor" in str(error), error
-else:
-    raise AssertionError("sharded without torch.distributed.tensor")
-says(lambda: on_threads(function), "torch.testing._internal.distributed.multi_threaded_pg")
-torch.distributed.is_gloo_available = lambda: False
-says(lambda: on_processes(function), "built without the backend gloo")
-del torch._C._c10d_init  # as in a torch that is built without it
-without = "built without torch.distributed"
-says(lambda: on_threads(function), without)
-says(lambda: on_processes(function), without)
-"""
-
-
 @pytest.fixture(scope="module")
 def processes(request, tmp_path_factory):
     def project(kind: str, *arguments: str) -> Job:
@@ -252,8 +212,3 @@ def test_ranks_and_server_end_with_the_test_run_however_it_ends(done):
         time.sleep(0.05)
     assert [process for process in gone if psutil.pid_exists(process)] == []
     assert list((folder / "temporary").iterdir()) == []
-
-
-@pytest.mark.ahead("script", MISSING)
-def test_what_torch_lacks_is_a_sentence(printed):
-    assert printed == "[2]\n"

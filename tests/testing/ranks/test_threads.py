@@ -138,11 +138,3 @@ def test_seeded_ranks_draw_the_same():
 
     results = on_threads(draw, ranks=4, comms=False)
     assert results == [results[0]] * 4
-
-
-def test_a_mesh_has_the_shape_and_names_that_were_asked_for():
-    def build(rank):
-        mesh = rank.mesh((2, 1), ["a", "b"])
-        return tuple(mesh.shape), mesh.mesh_dim_names, mesh.device_type
-
-    assert on_threads(build) == [((2, 1), ("a", "b"), "cpu")] * 2

@@ -63,15 +63,6 @@ def test_refusals_are_counted_and_shown(slots: list) -> None:
     assert all("placements" in refusal for refusal in checked.refusals)
 
 
-def test_in_place_operators_and_out(slots: list) -> None:
-    x = normal()
-    assert counts(check_op(Tensor.add_, x, 1.0, devices=slots)) == (3, 0, 0)
-    assert counts(check_op(Tensor.mul_, normal(requires_grad=True), 2.0, devices=slots, gradients=True)) == (3, 0, 0)
-    assert counts(check_op(torch.exp, x, out=torch.empty(5, 4, dtype=x.dtype), devices=slots)) == (3, 6, 0)
-    assert counts(check_op(torch._foreach_add_, [x], 1.0, devices=slots)) == (3, 0, 0)
-    assert torch.equal(x, normal())
-
-
 # ---- what is wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -171,25 +162,6 @@ def test_errors_of_plain_tensors_are_raised_as_they_are() -> None:
 
 
 # ---- DTensors --------------------------------------------------------------------------------------------------------
-
-
-def _right_on_a_mesh(rank: Rank) -> list[Any]:
-    mesh, x, y = rank.mesh(), normal(requires_grad=True), normal(4, 3).requires_grad_()
-    return [
-        counts(check_op(torch.exp, x, devices=mesh, gradients=True)),
-        counts(check_op(torch.mm, x, y, devices=mesh, gradients=True)),
-        counts(check_op(torch.sum, x, dim=0, devices=mesh)),
-        counts(check_op(Tensor.add_, normal(), normal() + 1, devices=mesh)),
-        counts(check_op(torch.prod, normal(), dim=0, devices=mesh))[2],
-        counts(check_op(torch.logical_not, normal() > 0, devices=mesh)),
-        check_op(torch.addmm, normal(3), normal().to_sparse(), y.detach(), devices=mesh).right,
-    ]
-
-
-@pytest.mark.devices("cpu")
-def test_operators_on_dtensors() -> None:
-    expected = [(3, 0, 0), (9, 0, 0), (3, 0, 0), (9, 0, 0), 0, (3, 0, 0), 0]
-    assert on_threads(_right_on_a_mesh, ranks=2) == [expected] * 2
 
 
 @torch.library.custom_op("dataparallel_tests::reversed_rows", mutates_args=())
