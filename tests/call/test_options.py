@@ -87,15 +87,6 @@ def test_workers_limit_how_many_replicas_run(form: Form, single: Net, slots: lis
         form(Net(), slots, workers=0)
 
 
-def test_without_slots_the_module_runs_itself(
-    form: Form, single: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args, **kwargs: None)
-    expected = copy.deepcopy(single)(x)
-    close(form(single, None, scalars="mean")(x), expected)
-
-
 def test_batch_norm_sees_the_whole_batch(form: Form, single: Net, slots: list, x: Tensor) -> None:
     model = form(copy.deepcopy(single), slots, sync_batch_norm=True)
     output, expected = model(x), single(x)
