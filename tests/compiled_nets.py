@@ -23,18 +23,6 @@ class Net(nn.Module):
         return self.last(self.norm(self.first(x)).relu())
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.out = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.out.weight = self.into.weight
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
-        return self.out(self.into(x).tanh())
-
-
 class Breaks(nn.Module):
     """A graph break in its forward, and an attribute that forward writes."""
 

@@ -14,7 +14,6 @@ from compiled_nets import (
     BACKEND,
     WAYS,
     Breaks,
-    Tied,
     assert_same,
     batch,
     build,
@@ -111,15 +110,6 @@ def test_wrappers_of_one_module_share_its_graphs(slots: list, root: torch.device
     before = since().total
     DataParallel(net, slots)(x)
     assert since().total == before
-
-
-@pytest.mark.long
-def test_tied_weights_stay_tied_and_buffers_reach_slot_0(way: Way, slots: list, root: torch.device):
-    batches = [batch(root), batch(root, 9), batch(root)]
-    expected = expected_steps(slots, root, batches, Tied)
-    net = build(root, Tied)
-    assert_same(steps(way(net, slots), net, batches), expected)
-    assert net.calls == len(batches)
 
 
 @pytest.mark.few(1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from at_once import in_threads
 from dataparallel.replicas.graphs.calls import WARM_UP
 from dataparallel.testing.cases import numbers, seeded
 from graphed_models import FORMS, Row, SmoothLayer, made
@@ -108,36 +109,23 @@ def test_two_threads_call_one_model_at_once(form: str, slots: list) -> None:
     inputs = [[MODEL.batch(2 * len(slots), 10 * thread + i)[0][0] for i in range(4)] for thread in range(2)]
     with torch.no_grad():
         expected = [[plain(x) for x in of_thread] for of_thread in inputs]
-    meet = threading.Barrier(2, timeout=60)
 
     def call(thread: int, times: int) -> None:
         for i in range(times):
             found = network(inputs[thread][i % 4].to(slots[0]))
             torch.testing.assert_close(found.cpu(), expected[thread][i % 4], rtol=1e-9, atol=1e-9)
 
-    def calls(thread: int) -> None:
+    def calls(thread: int, meet: threading.Barrier) -> None:
         with torch.no_grad():
             for turn in range(ROUNDS):
                 if turn % 2 == thread:
                     call(thread, WARM_UP + 3)
-                meet.wait()
+                meet.wait(60)
                 call(thread, 4)
-                meet.wait()
+                meet.wait(60)
 
-    def calls_or_abort(thread: int) -> None:
-        try:
-            calls(thread)
-        except BaseException:
-            meet.abort()
-            raise
-
-    with replays() as launched, ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(calls_or_abort, thread) for thread in range(2)]
-    errors = [error for error in (done.exception() for done in running) if error is not None]
-    for error in errors:
-        if not isinstance(error, threading.BrokenBarrierError):
-            raise error
-    assert not errors
+    with replays() as launched:
+        in_threads(2, calls)
     in_each = 3 if len({*slots}) == len(slots) else 2  # slots on one device share threads, and each thread warms up
     assert len(launched) >= ROUNDS * in_each * len(slots)
     assert not reasons(network)
