@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from dataparallel.composable import replicate
 
 BACKEND = "aot_eager"
 
@@ -36,11 +35,6 @@ class Breaks(nn.Module):
         h = self.first(x).relu()
         torch._dynamo.graph_break()
         return self.last(h)
-
-
-def replicated(net: nn.Module, slots: list, **options: Any) -> nn.Module:
-    """`composable.replicate` with the arguments of `DataParallel`."""
-    return replicate(net, devices=slots, **options)
 
 
 # Each makes a form of a module whose replicas are compiled.
