@@ -200,13 +200,3 @@ def test_attributes_that_lead_elsewhere_are_the_same_objects(slots: list) -> Non
     net = WithReferences(lambda net: vars(net).update(values), len)
     for replica in replicate(net, slots):
         assert all(getattr(replica, name) is value for name, value in values.items())
-
-
-@pytest.mark.parametrize("cls", [nn.RNN, nn.LSTM, nn.GRU])
-def test_recurrent_weight_lists_hold_the_weights_of_the_replica(cls: Any, slots: list, root: torch.device) -> None:
-    source = cls(3, 4, num_layers=2, bidirectional=True).to(root)
-    for replica in replicate(source, slots):
-        assert len(replica._flat_weights) == 16
-        for name, weight in zip(replica._flat_weights_names, replica._flat_weights, strict=True):
-            assert weight is getattr(replica, name)
-            assert weight is not getattr(source, name)
