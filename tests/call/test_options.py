@@ -71,20 +71,15 @@ def test_both_names_of_the_slots_are_taken(form: Form, single: Net, slots: list,
     close(data_parallel(single, x, devices=slots), single(x))
 
 
-def test_serial_runs_all_replicas_in_the_calling_thread(form: Form, single: Net, slots: list, x: Tensor) -> None:
-    model = form(single, slots, serial=True)
-    model(x).sum().backward()
-    assert single.seen["threads"] == {threading.get_ident()}
-    assert single.seen["most"] == 1
-
-
-def test_workers_limit_how_many_replicas_run(form: Form, single: Net, slots: list, x: Tensor) -> None:
-    model = form(single, slots, workers=1)
+@pytest.mark.parametrize("options", [{"serial": True}, {"workers": 1}], ids=str)
+def test_how_many_replicas_run_and_where(
+    options: dict[str, Any], form: Form, single: Net, slots: list, x: Tensor
+) -> None:
+    model = form(single, slots, **options)
     for _ in range(3):
-        model(x)
+        model(x).sum().backward()
     assert single.seen["most"] == 1
-    with pytest.raises(ValueError, match="workers=0: expected an int above 0 or None"):
-        form(Net(), slots, workers=0)
+    assert "workers" in options or single.seen["threads"] == {threading.get_ident()}
 
 
 def test_batch_norm_sees_the_whole_batch(form: Form, single: Net, slots: list, x: Tensor) -> None:
