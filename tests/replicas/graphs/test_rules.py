@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel import whole
 from dataparallel.replicas.graphs.calls import MOST_CAPTURES, MOST_NEW_KINDS, WARM_UP
-from each_form import Form, by_wrapper, graphing_forms
+from each_form import Form, by_wrapper, graphing_forms, replicated
 from graphed_nets import SETTLE, build, captured, gradients, graphed, inputs, reasons, step
 
 pytestmark = [pytest.mark.devices("cuda"), graphing_forms]
@@ -452,6 +452,42 @@ class TestWhatAForwardReads:
                 torch.set_default_dtype(torch.float)
 
         assert captured(compare(form, slots, root, lambda: Head(run), steps))
+
+
+class TestTogether:
+    """With other things of a training loop."""
+
+    def test_a_loss_of_the_replicas(self, form: Form, slots: list, root: torch.device) -> None:
+        run = lambda self, x: (self.lin(x) - 1).square().mean()  # noqa: E731
+        assert captured(compare(form, slots, root, lambda: Head(run), losses))
+
+    def test_gradients_that_wait_on_the_slots(self, form: Form, slots: list, root: torch.device) -> None:
+        if form is by_wrapper:
+            pytest.skip("the wrapper has no no_sync")
+
+        def steps(network: Any, module: Any) -> None:
+            for _ in range(STEPS):
+                module.zero_grad()
+                with network.no_sync():
+                    step(network, inputs(root))
+                step(network, inputs(root))
+
+        assert captured(compare(form, slots, root, lambda: Head(lambda self, x: self.lin(x)), steps))
+
+    def test_a_communication_hook(self, form: Form, slots: list, root: torch.device) -> None:
+        if form is not replicated:
+            pytest.skip("only replicate has these hooks")
+
+        def hook(state: Any, bucket: Any) -> Any:
+            done: Any = torch.futures.Future()
+            done.set_result(bucket.buffer() * 2)
+            return done
+
+        def steps(network: Any, module: Any) -> Any:
+            network.register_comm_hook(None, hook)
+            return losses(network, module)
+
+        assert captured(compare(form, slots, root, lambda: Head(lambda self, x: self.lin(x)), steps))
 
 
 class TestMemory:
