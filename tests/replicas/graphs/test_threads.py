@@ -29,51 +29,43 @@ LARGE = 20 * 2**20
 """From this size on torch asks CUDA for the memory of one tensor alone."""
 
 
-class Others:
-    """What other threads do with the devices until `stop`. A capture in CUDA's global mode would not survive it."""
-
-    def __init__(self, slots: list) -> None:
-        self.slots, self.rounds = slots, 0
-        self._stopped = threading.Event()
-
-    def run(self) -> None:
-        # Of another priority than those that capture: torch has 32 streams of each, and hands out the same ones again.
-        streams = {slot: torch.cuda.Stream(slot, priority=-1) for slot in self.slots}
-        while not self._stopped.is_set():
-            for slot, stream in streams.items():
-                with torch.cuda.device(slot), torch.cuda.stream(stream):
-                    self._use(slot)
-            self.rounds += 1
-
-    def _use(self, slot: torch.device) -> None:
-        stream = torch.cuda.current_stream(slot)
-        # Larger than what is free by now, so that CUDA is asked for memory.
-        large = torch.empty(LARGE + self.rounds % 64 * 2**20, dtype=torch.uint8, device=slot)
-        pageable = torch.arange(64.0)
-        there = pageable.to(slot)
-        pinned = pageable.pin_memory()
-        there += pinned.to(slot, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(stream)
-        event.synchronize()
-        stream.synchronize()
-        assert torch.equal(there.cpu(), 2 * pageable)
-        del large
-
-    def stop(self) -> None:
-        self._stopped.set()
+def use(slot: torch.device, size: int) -> None:
+    """A capture in CUDA's global mode would not survive this."""
+    stream = torch.cuda.current_stream(slot)
+    large = torch.empty(size, dtype=torch.uint8, device=slot)
+    pageable = torch.arange(64.0)
+    there = pageable.to(slot)
+    pinned = pageable.pin_memory()
+    there += pinned.to(slot, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(stream)
+    event.synchronize()
+    stream.synchronize()
+    assert torch.equal(there.cpu(), 2 * pageable)
+    del large
 
 
 @contextmanager
-def another_thread(slots: list) -> Iterator[Others]:
-    """Inside the block another thread uses the devices. Its errors are raised at the end."""
-    others = Others(slots)
+def used_by_another_thread(slots: list) -> Iterator[list[int]]:
+    """Inside the block another thread uses the devices again and again. Its errors are raised at the end."""
+    rounds: list[int] = []
+    is_over = threading.Event()
+
+    def run() -> None:
+        # Of another priority than those that capture: torch has 32 streams of each, and hands out the same ones again.
+        streams = {slot: torch.cuda.Stream(slot, priority=-1) for slot in slots}
+        while not is_over.is_set():
+            rounds.append(LARGE + len(rounds) % 64 * 2**20)  # larger than what is free: CUDA is asked for memory
+            for slot, stream in streams.items():
+                with torch.cuda.device(slot), torch.cuda.stream(stream):
+                    use(slot, rounds[-1])
+
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(others.run)
+        running = pool.submit(run)
         try:
-            yield others
+            yield rounds
         finally:
-            others.stop()
+            is_over.set()
             torch.cuda.empty_cache()
         running.result()
 
@@ -85,7 +77,7 @@ def assert_all_captured(network: Any, kinds: int, slots: list) -> None:
 
 def test_another_thread_may_use_the_devices_during_captures(form: str, slots: list) -> None:
     kinds = 4
-    with another_thread(slots) as others:
+    with used_by_another_thread(slots) as rounds:
         for _ in range(2):
             source, network = made(MODEL, FORMS[form], slots, graphs=True)
             for chunk in range(1, kinds + 1):
@@ -94,7 +86,7 @@ def test_another_thread_may_use_the_devices_during_captures(form: str, slots: li
                 for _ in range(SETTLE):
                     network(x).square().mean().backward()
             assert_all_captured(network, kinds, slots)
-            assert others.rounds > 0
+            assert rounds
             source.zero_grad()
 
 
