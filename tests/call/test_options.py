@@ -77,6 +77,34 @@ def test_how_many_replicas_run_and_where(
     assert "workers" in options or {*single.threads} == {threading.get_ident()}
 
 
+class Sizes(nn.Linear):
+    """It returns how many samples each replica gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_tensor([len(x)])
+
+
+def test_chunk_sizes_may_be_assigned_between_calls(form: Form, slots: list, root: torch.device) -> None:
+    """That results do not depend on them: the state machine."""
+    model = form(Sizes(4, 5).to(root), slots, chunk_sizes=[1, 4, 2])
+    state: Any = {"replicated": replicate.state, "sharded_whole": fully_shard.state}.get(form.__name__)
+    options = (model if state is None else state(model)).options
+    for chunk_sizes, sizes in (([2, 2, 3], [2, 2, 3]), ([3.0, 1, 3], [3, 1, 3]), (None, [3, 3, 1])):
+        options.chunk_sizes = chunk_sizes
+        assert model(torch.zeros(7, 4, device=root)).tolist() == sizes
+    with pytest.raises(ValueError, match="has 2 entries for 3 slots"):
+        options.chunk_sizes = [0.5, 0.5]
+    with pytest.raises(ValueError, match="has 2 entries for 3 slots"):
+        form(Sizes(4, 5).to(root), slots, chunk_sizes=[0.5, 0.5])
+
+
+def test_shares_are_checked_again_where_slots_have_changed(slots: list, root: torch.device) -> None:
+    model = DataParallel(Sizes(4, 5).to(root), slots, chunk_sizes=[0.5, 1, 1])
+    model.device_ids = model.device_ids[:2]
+    with pytest.raises(ValueError, match="has 3 entries for 2 slots"):
+        model(torch.zeros(7, 4, device=root))
+
+
 def test_batch_norm_sees_the_whole_batch(form: Form, single: Net, slots: list, x: Tensor) -> None:
     model = form(copy.deepcopy(single), slots, sync_batch_norm=True)
     output, expected = model(x), single(x)
@@ -86,12 +114,6 @@ def test_batch_norm_sees_the_whole_batch(form: Form, single: Net, slots: list, x
     close(gradients(model), gradients(single))
     buffers = {name.removeprefix("module."): buffer for name, buffer in model.named_buffers()}
     close(buffers, dict(single.named_buffers()))
-
-
-def test_what_cannot_be_synchronised_changes_nothing(form: Form, single: Net, slots: list) -> None:
-    with pytest.raises(ValueError, match="there is one machine only"):
-        form(single, slots, sync_batch_norm="across_machines")
-    assert type(single.layers[1]) is nn.BatchNorm1d
 
 
 def test_prefetched_batches_give_the_same(form: Form, single: Net, slots: list, x: Tensor) -> None:
