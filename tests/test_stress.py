@@ -64,7 +64,7 @@ class Shared:
 
     def __init__(self, form: str, slots: Sequence[Any], *, is_served: bool = False, is_circular: bool = False) -> None:
         self.name = f"{form}, {is_served=}, {is_circular=}"
-        self.records, self.is_served = form != "fully_shard" and not is_served, is_served
+        self.records = form != "fully_shard" and not is_served
         self.x = samples(slots[0], 3 * len(slots) + 1)
         net: Any = build(slots[0]).eval()
         alone = copy.deepcopy(net)
@@ -153,7 +153,7 @@ class Rounds:
 
         program = steps_of(choose.choice([*FORMS]), lambda count: self.slots[:count])()
         chosen = ("is_offloaded", "by_columns", "stays_full", "has_small_buckets", "is_output_elsewhere")
-        tree = tuple(How(choose.random() < 0.7, 1, choose.choice([None, False]), choose.random() < 0.3) for _ in "ab")
+        tree = tuple(How(choose.random() < 0.7, recomputed=choose.choice([None, False])) for _ in range(2))
         flags = {name: choose.random() < 0.3 for name in chosen}
         program.make(tree, False, SLOTS, choose.choice([None, True, False]), {**flags, "is_on_one_device": False}, True)
         program.load_state_dict(1.0)  # other threads set the seed too
@@ -187,6 +187,7 @@ class Rounds:
         check(choose.choice([Sequence, InACheckpoint])(names, fails, False, {}), self.slots)
 
 
+# How often each comes beside the others.
 OFTEN = {"call": 50, "serve_frozen": 10, "prefetched": 5, "first_calls_together": 6, "train": 6, "replicas_meet": 10}
 
 
