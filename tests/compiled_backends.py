@@ -62,20 +62,3 @@ def device_of(inputs: Iterable[Any]) -> torch.device:
     devices = {leaf.device for leaf in inputs if isinstance(leaf, Tensor) and leaf.dim() > 0}
     (device,) = devices
     return device
-
-
-def graphs() -> int:
-    """How many graphs Dynamo has compiled in this process since its counters were cleared, with any backend."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-def ran_eagerly() -> dict[str, Any]:
-    """What Dynamo has counted of frames that it gave up or broke; empty if each frame became one graph."""
-    counters = torch._dynamo.utils.counters
-    frames = counters["frames"]
-    found = {
-        name: dict(counters[name]) for name in ("graph_break", "unimplemented", "recompile_limit") if counters[name]
-    }
-    if frames["total"] != frames["ok"]:
-        found["frames"] = dict(frames)
-    return found

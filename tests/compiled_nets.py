@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel import DataParallel
-from dataparallel.composable import replicate
 
 BACKEND = "aot_eager"
 
@@ -23,18 +22,6 @@ class Net(nn.Module):
         return self.last(self.norm(self.first(x)).relu())
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.out = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
-        self.out.weight = self.into.weight
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
-        return self.out(self.into(x).tanh())
-
-
 class Breaks(nn.Module):
     """A graph break in its forward, and an attribute that forward writes."""
 
@@ -48,11 +35,6 @@ class Breaks(nn.Module):
         h = self.first(x).relu()
         torch._dynamo.graph_break()
         return self.last(h)
-
-
-def replicated(net: nn.Module, slots: list, **options: Any) -> nn.Module:
-    """`composable.replicate` with the arguments of `DataParallel`."""
-    return replicate(net, devices=slots, **options)
 
 
 # Each makes a form of a module whose replicas are compiled.

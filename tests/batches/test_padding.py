@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dataparallel import gather
-from dataparallel.batches.gather import checked_pad
 
 
 @st.composite
@@ -133,9 +132,3 @@ def test_what_padding_does_not_help_is_said_as_without_it() -> None:
             with pytest.raises(ValueError, match=message) as caught:
                 gather([first, second], "cpu", pad=pad)
             assert "pad=" not in str(caught.value)
-
-
-@pytest.mark.parametrize("pad", ["max", [0], {"ids": "0"}, torch.zeros(1)], ids=str)
-def test_what_is_no_number_is_refused(pad: Any) -> None:
-    with pytest.raises(TypeError, match=r"pad(\['ids'\])?=.*: expected a number, a dict with a number for each key"):
-        checked_pad(pad)

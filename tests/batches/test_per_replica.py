@@ -46,26 +46,19 @@ def batch(root):
 
 class TestAState:
     @pytest.mark.slots(1, 2, 3)
+    @pytest.mark.parametrize("samples", [7, 2, 1])
     @pytest.mark.parametrize("how", ["DataParallel", "replicate", "method"])
-    def test_it_follows_its_replica(self, net, slots, batch, how):
+    def test_it_follows_its_replica(self, net, slots, batch, how, samples):
+        """Also where there are fewer samples than slots."""
         replicated, state, alone = replicate(copy.deepcopy(net), devices=slots), None, None
         register_forward_method(replicated, "step")
         model = {"DataParallel": DataParallel(net, slots), "replicate": replicated, "method": replicated.step}[how]
         for step in range(3):
-            x = batch + step
+            x = batch[:samples] + step
             output, expected = model(x, state=state), net(x, alone)
             torch.testing.assert_close(output["sum"], expected["sum"])
             state, alone = output["state"], expected["state"]
-            assert type(state["inner"][0]) is (State if len(slots) == 1 else PerReplica)
-
-    @pytest.mark.parametrize("samples", [1, 2])
-    def test_with_fewer_samples_than_slots(self, wrapped, net, batch, samples):
-        state, alone = None, None
-        for _ in range(2):
-            output, expected = wrapped(batch[:samples], state), net(batch[:samples], alone)
-            torch.testing.assert_close(output["sum"], expected["sum"])
-            state, alone = output["state"], expected["state"]
-        assert type(state["inner"][0]) is (State if samples == 1 else PerReplica)
+            assert type(state["inner"][0]) is (State if 1 in (len(slots), samples) else PerReplica)
 
     def test_gradients_flow_through_it(self, wrapped, net, batch):
         state = wrapped(batch)["state"]

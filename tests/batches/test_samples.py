@@ -14,20 +14,6 @@ from dataparallel import PerReplica, gather, samples, scatter, scatter_kwargs
 from dataparallel.samples import Samples
 
 
-def boxes(count: int, device: Any = None) -> list[dict[str, Any]]:
-    """The targets of a detector: image ``i`` has ``i`` boxes."""
-    return [
-        {
-            "boxes": torch.full((i, 4), float(i), dtype=torch.float64, device=device),
-            "labels": torch.arange(i, device=device),
-            "id": torch.tensor(i, device=device),
-            "name": f"image {i}",
-            "size": (i, 2 * i),
-        }
-        for i in range(count)
-    ]
-
-
 def assert_same(found: Any, wanted: Any) -> None:
     leaves, spec = pytree.tree_flatten(found)
     wanted_leaves, wanted_spec = pytree.tree_flatten(wanted)
@@ -44,33 +30,34 @@ def devices_in(tree: Any) -> set[torch.device]:
     return {leaf.device for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)}
 
 
-@pytest.mark.parametrize("on_host", [True, False])
-@pytest.mark.parametrize(("count", "sizes"), [(7, [3, 3, 1]), (3, [1, 1, 1]), (2, [1, 1]), (0, [0])])
-def test_each_slot_gets_its_samples(count: int, sizes: list, on_host: bool, slots: list, root: torch.device) -> None:
-    targets = boxes(count, "cpu" if on_host else root)
-    x = torch.arange(count).to(root)
-    parts, _ = scatter_kwargs((x, samples(targets)), {}, slots)
-    assert [len(part[1]) for part in parts] == sizes
-    for slot, (chunk, part) in enumerate(parts):
-        start = sum(sizes[:slot])
-        assert isinstance(part, list)
-        assert_same(list(part), targets[start : start + len(chunk)])
-        assert devices_in(part[1:]) <= {torch.device(slots[slot])}
-    joined = gather([part[1] for part in parts], root)
-    assert type(joined) is Samples
-    assert_same(list(joined), targets)
-    assert devices_in(joined[1:]) <= {root}
-
-
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=9), st.integers(1, 5), st.data())
-def test_samples_of_any_shape_come_back(make_slots: Any, lengths: list[int], count: int, data: st.DataObject) -> None:
-    slots = make_slots(count)
+@given(st.lists(st.integers(0, 4), max_size=9), st.integers(1, 5), st.booleans(), st.data())
+def test_each_slot_gets_its_samples_and_they_come_back(
+    make_slots: Any, lengths: list[int], count: int, on_host: bool, data: st.DataObject
+) -> None:
+    """As the targets of a detector, which have as many boxes as there are."""
+    slots, x = make_slots(count), torch.arange(len(lengths))
+    root, device = torch.device(slots[0]), "cpu" if on_host else slots[0]
     dtypes = st.sampled_from([torch.float32, torch.int64, torch.bool])
-    entries = [torch.ones(length, 2, device=slots[0]).to(data.draw(dtypes)) * i for i, length in enumerate(lengths)]
+    entries = [
+        {
+            "boxes": torch.full((length, 4), i, device=device).to(data.draw(dtypes)),
+            "id": torch.tensor(i, device=device),
+            "name": f"image {i}",
+            "size": (i, 2 * i),
+        }
+        for i, length in enumerate(lengths)
+    ]
     shares = data.draw(st.lists(st.floats(0.1, 9), min_size=count, max_size=count))
-    parts = scatter({"x": samples(entries)}, slots, chunk_sizes=data.draw(st.sampled_from([None, shares])))
-    assert_same([entry for part in parts for entry in part["x"]], entries)
-    assert_same(list(gather(parts, slots[0])["x"]), entries)
+    sizes = data.draw(st.sampled_from([None, shares]))
+    parts, _ = scatter_kwargs((x.to(root), samples(entries)), {}, slots, chunk_sizes=sizes)
+    for slot, (numbers, part) in zip(slots, parts, strict=False):
+        assert isinstance(part, list)
+        assert_same(list(part), [entries[i] for i in numbers])
+        assert devices_in(part) <= {torch.device(slot)}
+    joined = gather([part for _, part in parts], root)
+    assert type(joined) is Samples
+    assert_same(list(joined), entries)
+    assert devices_in(joined) <= {root}
 
 
 def test_gradients_reach_every_sample(slots: list, root: torch.device) -> None:

@@ -4,6 +4,7 @@ Outputs that only replicas return are in test_gather, types of containers in tes
 """
 
 import collections
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,30 +78,21 @@ def moved(tree: Any, device: torch.device) -> Any:
     return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
 
 
-@given(structures(), st.integers(1, 5), st.booleans())
-def test_near_equal_chunks_come_back(make_slots: Any, made: Any, count: int, is_on_host: bool) -> None:
-    slots = make_slots(count)
+@given(structures(), st.integers(1, 5), st.sets(st.integers(1, 8), max_size=4), st.booleans(), st.booleans())
+def test_chunks_come_back(
+    make_slots: Any, made: Any, count: int, cuts: set[int], is_on_host: bool, is_given: bool
+) -> None:
+    """Near-equal chunks, or those of given sizes."""
     (tensor, rest), dim, size = made
+    cuts = {cut for cut in cuts if cut < size}
+    sizes = [end - start for start, end in pairwise([0, *sorted(cuts), size])] if is_given and size else None
+    slots = make_slots(len(sizes) if sizes else count)
     tree = moved((tensor, rest), slots[0])
-    parts = scatter((tensor, rest) if is_on_host else tree, slots, dim)
+    parts = scatter((tensor, rest) if is_on_host else tree, slots, dim, chunk_sizes=sizes)
     # torch makes several empty chunks of nothing; here it runs on one slot.
-    expected = torch.chunk(tree[0], count if size else 1, dim)
+    expected = tree[0].split(sizes, dim) if sizes else torch.chunk(tree[0], count if size else 1, dim)
     assert_same([part[0] for part in parts], list(expected))
     assert [part[0].device for part in parts] == [torch.device(slot) for slot in slots[: len(parts)]]
-    assert_same(gather(parts, slots[0], dim), tree)
-
-
-@given(structures(), st.data())
-def test_chunks_of_given_sizes_come_back(make_slots: Any, made: Any, data: st.DataObject) -> None:
-    (tensor, rest), dim, size = made
-    if size == 0:
-        return
-    cuts = sorted(data.draw(st.sets(st.integers(1, size - 1), max_size=4))) if size > 1 else []
-    sizes = [end - start for start, end in zip([0, *cuts], [*cuts, size], strict=True)]
-    slots = make_slots(len(sizes))
-    tree = moved((tensor, rest), slots[0])
-    parts = scatter(tree, slots, dim, chunk_sizes=sizes)
-    assert_same([part[0] for part in parts], list(tree[0].split(sizes, dim)))
     assert_same(gather(parts, slots[0], dim), tree)
 
 

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -37,12 +36,3 @@ def test_a_stage_may_assign_what_later_stages_read(name: str, net: nn.Module, sl
     output = Assigns(net, slots)(x)
     assert output.device.type == "cpu"
     assert output.shape == (3, 3 * len(slots))
-
-
-def test_a_dimension_is_any_integer(net: nn.Module, slots: list, x: Tensor) -> None:
-    model = DataParallel(net, slots, dim=numpy.int64(0))  # type: ignore[arg-type]
-    assert type(model.dim) is int
-    torch.testing.assert_close(model(x), net(x))
-    for wrong in (True, 0.0, "0"):
-        with pytest.raises(TypeError, match=f"dim={wrong!r}: expected an int"):
-            DataParallel(net, slots, dim=wrong)  # type: ignore[arg-type]

@@ -19,26 +19,21 @@ TABLE = Path(__file__).parents[2] / "docs" / "api.rst"
 
 
 class Net(nn.Module):
-    """It notes the threads of its replicas, and how many run at a time."""
+    """It notes the threads of its replicas, and how many run at a time, in lists that any thread may change."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
-        self.seen: dict[str, Any] = {"threads": set(), "running": 0, "most": 0, "lock": threading.Lock()}
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        made = Net()
-        made.load_state_dict(self.state_dict())
-        return made.to(self.layers[0].weight.device, self.layers[0].weight.dtype)
+        self.threads: list[int] = []
+        self.running: list[int] = []
+        self.counts: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        with self.seen["lock"]:
-            self.seen["threads"].add(threading.get_ident())
-            self.seen["running"] += 1
-            self.seen["most"] = max(self.seen["most"], self.seen["running"])
+        self.threads.append(threading.get_ident())
+        self.running.append(0)
+        self.counts.append(len(self.running))
         output: Tensor = self.layers(x)
-        with self.seen["lock"]:
-            self.seen["running"] -= 1
+        self.running.pop()
         return output
 
 
@@ -71,29 +66,43 @@ def test_both_names_of_the_slots_are_taken(form: Form, single: Net, slots: list,
     close(data_parallel(single, x, devices=slots), single(x))
 
 
-def test_serial_runs_all_replicas_in_the_calling_thread(form: Form, single: Net, slots: list, x: Tensor) -> None:
-    model = form(single, slots, serial=True)
-    model(x).sum().backward()
-    assert single.seen["threads"] == {threading.get_ident()}
-    assert single.seen["most"] == 1
-
-
-def test_workers_limit_how_many_replicas_run(form: Form, single: Net, slots: list, x: Tensor) -> None:
-    model = form(single, slots, workers=1)
-    for _ in range(3):
-        model(x)
-    assert single.seen["most"] == 1
-    with pytest.raises(ValueError, match="workers=0: expected an int above 0 or None"):
-        form(Net(), slots, workers=0)
-
-
-def test_without_slots_the_module_runs_itself(
-    form: Form, single: Net, x: Tensor, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("options", [{"serial": True}, {"workers": 1}], ids=str)
+def test_how_many_replicas_run_and_where(
+    options: dict[str, Any], form: Form, single: Net, slots: list, x: Tensor
 ) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args, **kwargs: None)
-    expected = copy.deepcopy(single)(x)
-    close(form(single, None, scalars="mean")(x), expected)
+    model = form(single, slots, **options)
+    for _ in range(3):
+        model(x).sum().backward()
+    assert {*single.counts} == {1}
+    assert "workers" in options or {*single.threads} == {threading.get_ident()}
+
+
+class Sizes(nn.Linear):
+    """It returns how many samples each replica gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_tensor([len(x)])
+
+
+def test_chunk_sizes_may_be_assigned_between_calls(form: Form, slots: list, root: torch.device) -> None:
+    """That results do not depend on them: the state machine."""
+    model = form(Sizes(4, 5).to(root), slots, chunk_sizes=[1, 4, 2])
+    state: Any = {"replicated": replicate.state, "sharded_whole": fully_shard.state}.get(form.__name__)
+    options = (model if state is None else state(model)).options
+    for chunk_sizes, sizes in (([2, 2, 3], [2, 2, 3]), ([3.0, 1, 3], [3, 1, 3]), (None, [3, 3, 1])):
+        options.chunk_sizes = chunk_sizes
+        assert model(torch.zeros(7, 4, device=root)).tolist() == sizes
+    with pytest.raises(ValueError, match="has 2 entries for 3 slots"):
+        options.chunk_sizes = [0.5, 0.5]
+    with pytest.raises(ValueError, match="has 2 entries for 3 slots"):
+        form(Sizes(4, 5).to(root), slots, chunk_sizes=[0.5, 0.5])
+
+
+def test_shares_are_checked_again_where_slots_have_changed(slots: list, root: torch.device) -> None:
+    model = DataParallel(Sizes(4, 5).to(root), slots, chunk_sizes=[0.5, 1, 1])
+    model.device_ids = model.device_ids[:2]
+    with pytest.raises(ValueError, match="has 3 entries for 2 slots"):
+        model(torch.zeros(7, 4, device=root))
 
 
 def test_batch_norm_sees_the_whole_batch(form: Form, single: Net, slots: list, x: Tensor) -> None:
@@ -105,12 +114,6 @@ def test_batch_norm_sees_the_whole_batch(form: Form, single: Net, slots: list, x
     close(gradients(model), gradients(single))
     buffers = {name.removeprefix("module."): buffer for name, buffer in model.named_buffers()}
     close(buffers, dict(single.named_buffers()))
-
-
-def test_what_cannot_be_synchronised_changes_nothing(form: Form, single: Net, slots: list) -> None:
-    with pytest.raises(ValueError, match="there is one machine only"):
-        form(single, slots, sync_batch_norm="across_machines")
-    assert type(single.layers[1]) is nn.BatchNorm1d
 
 
 def test_prefetched_batches_give_the_same(form: Form, single: Net, slots: list, x: Tensor) -> None:

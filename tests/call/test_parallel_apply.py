@@ -4,14 +4,12 @@ Errors are in ``test_parallel_apply_errors``.
 """
 
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, parallel_apply
 from probe import Call
@@ -152,34 +150,11 @@ def test_workers_is_how_many_run_at_the_same_time(slots: list) -> None:
         assert together.run([slots[0]] * 4, workers=2)
 
 
-class Dropout(nn.Module):
-    def __init__(self, reentrant: bool | None = None) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
-        self.reentrant = reentrant
-
-    def part(self, x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = nn.functional.dropout(x, 0.2, self.training)
-        return nn.functional.dropout(torch.relu(self.first(x)), 0.5, self.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.part(x) if self.reentrant is None else checkpoint(self.part, x, use_reentrant=self.reentrant)
-        return nn.functional.dropout(self.second(hidden), 0.5, self.training)
-
-
-def dropout(root: torch.device, reentrant: bool | None = None) -> Dropout:
-    torch.manual_seed(0)
-    return Dropout(reentrant).double().to(root)
-
-
-def batch(root: torch.device, size: int = 17) -> Tensor:
-    return torch.randn(size, 8, dtype=torch.float64).to(root).requires_grad_()
-
-
 @pytest.mark.slots(8)
 def test_seeded_forwards_are_reproducible(slots: list, root: torch.device) -> None:
-    module, x = dropout(root), batch(root)
+    """Recomputations draw what forwards have drawn: ``test_training_parity``."""
+    module = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 4), nn.Dropout(0.5)).to(root)
+    x = torch.randn(17, 8, device=root)
 
     def forward(serial: bool) -> Tensor:
         torch.manual_seed(1)
@@ -187,40 +162,3 @@ def test_seeded_forwards_are_reproducible(slots: list, root: torch.device) -> No
 
     first = forward(True)
     assert all(torch.equal(forward(False), first) for _ in range(20))
-
-
-@pytest.mark.slots(8)
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("serial", [False, True], ids=["workers", "serial"])
-def test_checkpoint_recomputes_with_the_draws_of_the_forward(
-    reentrant: bool, serial: bool, slots: list, root: torch.device
-) -> None:
-    plain, checkpointed, x = dropout(root), dropout(root, reentrant), batch(root)
-
-    def step(module: Dropout, seed: int) -> list[Tensor]:
-        torch.manual_seed(seed)
-        module.zero_grad()
-        x.grad = None
-        DataParallel(module, slots, serial=serial)(x).square().sum().backward()
-        return [x.grad, *(p.grad for p in module.parameters())]
-
-    for seed in range(20):
-        for one, other in zip(step(plain, seed), step(checkpointed, seed), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("draws", [True, False])
-def test_non_reentrant_checkpoint_around_the_wrapper(draws: bool, slots: list, root: torch.device) -> None:
-    module, x = dropout(root).train(draws), batch(root)
-    # torch's checkpoint restores the generators of its arguments' devices only.
-    model = DataParallel(module, sharing(slots) if draws else slots)
-
-    def gradients(call: Callable[[Tensor], Tensor], seed: int) -> tuple[Tensor, ...]:
-        torch.manual_seed(seed)
-        return torch.autograd.grad(call(x).square().sum(), [x, *module.parameters()])
-
-    for seed in range(5):
-        expected = gradients(model, seed)
-        found = gradients(lambda t: checkpoint(model, t, use_reentrant=False), seed)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

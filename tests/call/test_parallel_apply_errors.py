@@ -111,32 +111,6 @@ def test_other_replicas_have_ended_when_it_is_raised(slots: list) -> None:
     assert ended == ["slow", "slow"]
 
 
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise OddError(5, reason="backward")
-
-
-@serial_or_not
-def test_errors_in_backward_come_from_backward(serial: bool, slots: list, root: torch.device) -> None:
-    module = nn.Linear(3, 2).to(root)
-    fails = [True]
-    module.register_forward_hook(lambda _, __, output: FailsInBackward.apply(output) if fails[0] else output)
-    model, x = DataParallel(module, slots, serial=serial), torch.ones(6, 3, device=root)
-    for _ in range(3):
-        with pytest.raises(OddError) as caught:
-            model(x).sum().backward()
-        assert caught.value.reason == "backward"
-    assert module.weight.grad is None
-    fails[0] = False
-    model(x).sum().backward()
-    torch.testing.assert_close(module.weight.grad, torch.full((2, 3), 6.0, device=root))
-
-
 class Fails(nn.Module):
     """Makes activations, then fails in the replicas for whose slot number, the first value of x, ``where`` is true."""
 

@@ -92,10 +92,6 @@ def test_a_function_of_values_and_samples(form, slots, root):
     assert seen == [(torch.Size([3]), (3, 3, 1))] * 2
 
 
-def test_without_it_scalars_are_a_vector(form, slots, root):
-    assert form(build(root), slots)(*batch(root, 7))["loss"].shape == (3,)
-
-
 def test_a_subclass_that_overrides_gather(slots, root):
     class Doubled(DataParallel):
         def gather(self, outputs, output_device):

@@ -109,9 +109,4 @@ def test_what_is_wrong_is_said_with_the_hook_and_the_bucket(hook, error, what, b
     with pytest.raises(error, match=rf"communication hook {hook.__name__} .*{where}") as found:
         called(hook, bucket)
     found.match(what)
-
-
-def test_an_error_of_the_hook_is_the_cause(bucket):
-    with pytest.raises(RuntimeError) as found:
-        called(fails, bucket)
-    assert isinstance(found.value.__cause__, KeyError)
+    assert hook is not fails or isinstance(found.value.__cause__, KeyError)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from dataparallel.composable import replicate
 from machine_ranks import on_machines
@@ -88,7 +87,7 @@ class Steps:
     parameters: list[Tensor] = field(default_factory=list)
 
 
-def steps_of(model: nn.Module, parameters: Sequence[Tensor], rank: int, device: torch.device, averager: Any) -> Steps:
+def steps_of(model: nn.Module, parameters: Sequence[Tensor], rank: int, device: torch.device) -> Steps:
     """Steps of SGD with momentum on a rank's batches."""
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     steps = Steps()
@@ -97,23 +96,8 @@ def steps_of(model: nn.Module, parameters: Sequence[Tensor], rank: int, device: 
         model(batch(rank, step).to(device)).square().mean().backward()
         steps.gradients.append([each.grad.cpu().clone() for each in parameters if each.grad is not None])
         optimizer.step()
-        if averager is not None:
-            average(averager, parameters)
     steps.parameters = [each.detach().cpu().clone() for each in parameters]
     return steps
-
-
-@torch.no_grad()
-def average(averager: Any, parameters: Sequence[Tensor]) -> None:
-    """Averages the parameters over ranks, in host memory if they are elsewhere: gloo sends nothing else."""
-    there = [each if each.device.type == "cpu" else nn.Parameter(each.cpu()) for each in parameters]
-    for mine, copy in zip(parameters, there, strict=True):
-        if copy is not mine and mine.grad is not None:
-            copy.grad = mine.grad.cpu()  # an averager looks for gradients
-    averager.average_parameters(iter(there))
-    for mine, copy in zip(parameters, there, strict=True):
-        if copy is not mine:
-            mine.copy_(copy)
 
 
 def of_ddp(rank: int, name: str, cap_mb: float) -> Steps:
@@ -124,20 +108,14 @@ def of_ddp(rank: int, name: str, cap_mb: float) -> Steps:
 
     # DDP refuses bf16 by the names of hooks where there is no NCCL, although gloo sends it. So it gets another name.
     wrapped.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
-    return steps_of(wrapped, [*model.parameters()], rank, torch.device("cpu"), averager_of(name))
+    return steps_of(wrapped, [*model.parameters()], rank, torch.device("cpu"))
 
 
 def of_replicate(rank: int, name: str, devices: Sequence[torch.device], cap_mb: float, **options: Any) -> Steps:
     """Those of `replicate` on the slots."""
     model = replicate(build().to(devices[0]), devices=devices, bucket_cap_mb=cap_mb, first_bucket_mb=cap_mb, **options)
     model.register_comm_hook(*hook_of(name))
-    return steps_of(model, [*model.parameters()], rank, devices[0], averager_of(name))
-
-
-def averager_of(name: str) -> Any:
-    """The model averager that belongs to a hook, or ``None``."""
-
-    return PeriodicModelAverager(period=2, warmup_steps=2) if name == "post_localSGD" else None
+    return steps_of(model, [*model.parameters()], rank, devices[0])
 
 
 def assert_beside_ddp(

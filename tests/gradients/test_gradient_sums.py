@@ -1,4 +1,7 @@
-"""Gradients that wait on slots are added once; if the user throws a ``.grad`` away, they are dropped."""
+"""Gradients that wait on slots are added once; if the user throws a ``.grad`` away, they are dropped.
+
+That sums are those of one device, whatever waits, is drawn in test_gradient_sums_partial and forms/test_state_machine.
+"""
 
 import time
 import weakref
@@ -12,23 +15,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from dataparallel import DataParallel, comm
-from dataparallel.comm.streams.current import streams_set
 from dataparallel.forms.kept_tensors import KeptTensors
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from freed_later import freed_later
-
-
-@pytest.mark.slots(3, long=[2, 8])
-@pytest.mark.parametrize(
-    "synchronised", [(True,) * 3, (False, False, True), (False, True, False, True), (True, False, True)]
-)
-def test_accumulated_gradients_are_those_of_one_device(both: Any, synchronised: tuple) -> None:
-    for _ in range(3):  # in the first round the order of gradients is learnt
-        both.zero_grad()
-        for step, are_on in enumerate(synchronised):
-            both.backward(both.x(step), are_on)
-        assert both.kept() == 0
-        both.compare()
 
 
 def test_until_then_the_source_has_slot_0s(both: Any) -> None:
@@ -39,20 +28,6 @@ def test_until_then_the_source_has_slot_0s(both: Any) -> None:
     assert both.kept() > 0
     for ours, theirs in zip(gradients(both.net), gradients(both.twin), strict=True):
         torch.testing.assert_close(ours, torch.zeros_like(ours) if theirs is None else theirs, rtol=0, atol=1e-9)
-
-
-@pytest.mark.devices("sim", "cuda")
-def test_on_streams_of_the_callers(both: Any) -> None:
-    devices = [*dict.fromkeys(torch.device(slot) for slot in both.slots)]
-    streams = {device: torch.Stream(device) for device in devices}
-    for device, stream in streams.items():
-        stream.wait_stream(torch.accelerator.current_stream(device))
-    with streams_set(streams):
-        for step, are_on in enumerate((True, False, False, True) * 2):
-            both.backward(both.x(step % 3), are_on)
-        both.compare()
-    for device in devices:
-        torch.accelerator.synchronize(device)
 
 
 def test_nothing_is_sent_until_then(both: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,16 +69,6 @@ def test_what_is_thrown_away_is_freed_at_the_next_forward(both: Any) -> None:
     with torch.no_grad():
         both.wrapped(both.x())
     assert both.kept() == 0
-
-
-def test_a_changed_module_loses_nothing(both: Any) -> None:
-    """Its tensors are made anew. Before that, waiting gradients are added to the source's."""
-    both.backward(both.x(0), False)
-    for module in both.modules:
-        module.last.requires_grad_(False)
-    both.backward(both.x(1), False)
-    both.backward(both.x(1))
-    both.compare()
 
 
 def test_hooks_see_the_complete_sum(both: Any) -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kept import Branched, assert_same, loss, numbers
 from loops import assert_same_loop, mean_square, waits
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dataparallel.testing.cases import seeded
 
@@ -82,21 +81,6 @@ def test_a_question_that_goes_through_a_computed_buffer_takes_nothing(both_of: C
     before = both.kept()
     torch.autograd.grad(loss(both.wrapped(both.x())), [both.net.scale])
     assert both.kept() == before > 0
-
-
-class Checkpointed(Branched):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=True)
-
-
-def test_with_reentrant_checkpoints_nothing_counts_twice(both: Any) -> None:
-    """Each slot has its own inner pass, and several of these run at the same time."""
-    both.net.__class__ = both.twin.__class__ = Checkpointed
-    for step in range(18):
-        both.backward(both.x(step % 3).requires_grad_(), step % 3 == 2)
-        if step % 3 == 2:
-            assert both.kept() == 0
-            both.compare()
 
 
 subsets = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True)

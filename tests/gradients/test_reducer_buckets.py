@@ -98,22 +98,6 @@ def test_a_hook_on_a_parameter_changes_each_gradient_once(model, twin, slots, ro
     assert_same(gradients(model), doubled(gradients(twin)))
 
 
-@EACH
-def test_hooks_on_a_parameter_that_no_slot_has_used_stay_silent(model, slots, root):
-    called = []
-    for name, parameter in model.named_parameters():
-        parameter.register_hook(lambda grad, name=name: called.append(name))
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: called.append(name))
-    for _ in range(2):
-        called.clear()
-        model.zero_grad()
-        loss(model(batches(root, slots)[0].abs())).backward()
-        used = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
-        assert len(used) < len(gradients(model))
-        assert sorted(called) == sorted([*used, *used])
-        model.zero_grad()
-
-
 @freed_later
 @EACH
 @pytest.mark.parametrize("has_sums", [False, True], ids=["none before", "sums before"])

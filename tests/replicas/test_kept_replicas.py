@@ -1,7 +1,7 @@
 """Calls without a graph, one after the other: nothing of the last call is in the next.
 
-Tests of tensors are in test_tensor_stores, of what somebody else holds in test_kept_replicas_held, of `frozen` in
-test_kept_replicas_frozen.
+What somebody else holds is in test_kept_replicas_held, `frozen` in test_kept_replicas_frozen. On slots of one device
+parameters share the source's memory, and the promises hold trivially; distinct devices (``--devices=sim``) show them.
 """
 
 import functools
@@ -157,3 +157,34 @@ def test_other_devices(wrapped, call) -> None:
         seen.clear()
         call()
         assert sorted(seen) == sorted(ids)
+
+
+def test_a_view_of_data_taken_before_and_written_after(net, call, x) -> None:
+    view, version = net.linear.weight.data[1:3], net.linear.weight._version
+    for _ in range(2):
+        torch.testing.assert_close(call(), on_one_device(net, x))
+    view.fill_(7)
+    assert net.linear.weight._version == version
+    torch.testing.assert_close(call(), on_one_device(net, x))
+
+
+def test_requires_grad_is_that_of_the_source(net, call) -> None:
+    seen = []
+    DOES.append(lambda replica: seen.append(replica.linear.weight.requires_grad))
+    for needed in (True, False, True):
+        net.requires_grad_(needed)
+        call()
+    assert seen == [True] * 3 + [False] * 3 + [True] * 3
+
+
+@pytest.mark.parametrize("is_made_so", [True, False])
+def test_tensors_are_normal_ones_in_every_mode(is_made_so, slots, root, x) -> None:
+    """Also if the source was made in inference mode."""
+    with torch.inference_mode(is_made_so):
+        net = build(root)
+    expected, wrapped, seen = on_one_device(net, x), DataParallel(net, slots), []
+    DOES.append(lambda replica: seen.extend(t.is_inference() for t in replica.state_dict(keep_vars=True).values()))
+    for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(wrapped(x), expected)
+    assert is_made_so or seen == [False] * 9 * len(net.state_dict())

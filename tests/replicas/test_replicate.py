@@ -121,16 +121,6 @@ def test_what_a_forward_assigns_is_dropped(slots: list, root: torch.device) -> N
     assert source.kept.item() == 0
 
 
-def test_buffers_changed_in_place_stay_on_slot_0_only(slots: list, root: torch.device) -> None:
-    source = Counter().to(root)
-    parallel = DataParallel(source, slots)
-    parallel(torch.tensor([[1.0], [10.0], [100.0]], device=root))
-    assert source.count.item() == 1
-    with torch.no_grad():
-        parallel(torch.tensor([[1.0], [10.0], [100.0]], device=root))
-    assert source.count.item() == 2
-
-
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("trainable", [True, False])
 def test_parameters_changed_in_place_on_slot_0_stay(

@@ -1,11 +1,12 @@
 """Attributes of an instance that refer to the tree refer to the replica in a replica, and lead to its own weights.
 
-More kinds of references, on single values, are in test_references.
+What else the objects that refer to the tree keep is in test_references.
 """
 
 import functools
 import types
 import weakref
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -109,7 +110,47 @@ def an_object_around_an_object(net: WithReferences) -> None:
     net.first.forward = Doubled(Doubled(net.first.forward))
 
 
+def a_closure_with_an_empty_cell(net: WithReferences) -> Any:
+    def function(x: Tensor) -> Tensor:
+        return net.first(x) if x is not None else later
+
+    if net is None:
+        later = 1
+    return function
+
+
+def a_closure_that_calls_itself(net: WithReferences) -> Any:
+    def count(x: Tensor, steps: int = 2) -> Tensor:
+        return count(net.first(x), steps - 1) if steps else x
+
+    return count
+
+
+Pair = namedtuple("Pair", "left right")
+
+HELD: dict[str, tuple[Callable[[WithReferences], Any], Callable[[Any, Tensor], Tensor]]] = {
+    "bound method": (lambda net: net.scaled, lambda held, x: held(x)),
+    "partial": (lambda net: functools.partial(F.linear, weight=net.first.weight), lambda held, x: held(x)),
+    "partial of a method": (lambda net: functools.partial(net.scaled), lambda held, x: held(x)),
+    "closure with an empty cell": (a_closure_with_an_empty_cell, lambda held, x: held(x)),
+    "closure that calls itself": (a_closure_that_calls_itself, lambda held, x: held(x)),
+    "closure over a parameter": (lambda net: (lambda scale: lambda x: x * scale)(net.scale), lambda held, x: held(x)),
+    "built-in method of a parameter": (lambda net: net.scale.mul, lambda held, x: held(x)),
+    "weak method": (lambda net: weakref.WeakMethod(net.scaled), lambda held, x: held()(x)),
+    "tuple": (lambda net: (net.first, 1), lambda held, x: held[0](x)),
+    "namedtuple": (lambda net: Pair(1, net.first), lambda held, x: held.right(x)),
+    "set": (lambda net: {net.first}, lambda held, x: next(iter(held))(x)),
+    "dict": (lambda net: {"x": net.first, "y": 1}, lambda held, x: held["x"](x)),
+    "OrderedDict": (lambda net: OrderedDict(x=net.scaled), lambda held, x: held["x"](x)),
+    "list of closures": (lambda net: [lambda x: net.first(x)], lambda held, x: held[0](x)),
+}
+"""What hangs on the instance, and how it is used."""
+
 WAYS: dict[str, tuple[Callable[[WithReferences], Any], Callable[[WithReferences, Tensor], Tensor]]] = {
+    **{
+        name: (hang(held=make), lambda net, x, use=use: use(net.held, x))  # type: ignore[misc]
+        for name, (make, use) in HELD.items()
+    },
     "forward bound to a child": (rebind_forward, both_layers),
     "forward bound to the root": (rebind_call_of_the_root, both_layers),
     "decorated forward": (decorate_forward, both_layers),
@@ -153,18 +194,9 @@ def test_the_source_keeps_what_hangs_on_it(slots: list) -> None:
 def test_attributes_that_lead_elsewhere_are_the_same_objects(slots: list) -> None:
     stranger = nn.Linear(1, 1)
     values = {"config": {"depth": 3}, "other": [stranger], "enter": torch.relu, "array": np.zeros(3), "cls": nn.Linear}
+    values |= {"partial": functools.partial(len), "pair": Pair(1, stranger), "closure": lambda: stranger}
     values["generator"] = torch.Generator()
     values["tokenizer"] = Doubled(len)  # stands for no method of the module
     net = WithReferences(lambda net: vars(net).update(values), len)
     for replica in replicate(net, slots):
         assert all(getattr(replica, name) is value for name, value in values.items())
-
-
-@pytest.mark.parametrize("cls", [nn.RNN, nn.LSTM, nn.GRU])
-def test_recurrent_weight_lists_hold_the_weights_of_the_replica(cls: Any, slots: list, root: torch.device) -> None:
-    source = cls(3, 4, num_layers=2, bidirectional=True).to(root)
-    for replica in replicate(source, slots):
-        assert len(replica._flat_weights) == 16
-        for name, weight in zip(replica._flat_weights_names, replica._flat_weights, strict=True):
-            assert weight is getattr(replica, name)
-            assert weight is not getattr(source, name)

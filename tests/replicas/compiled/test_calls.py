@@ -1,6 +1,4 @@
-"""What ``compile=`` takes and refuses; modules that are alike share the functions that their replicas call."""
-
-from typing import Any
+"""What ``compile=`` refuses. Its values are in test_arguments and forms/test_fully_shard_compiled."""
 
 import pytest
 import torch
@@ -11,17 +9,6 @@ from dataparallel import DataParallel
 pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
 
 SLOTS = ["cpu", "cpu"]
-
-
-@pytest.mark.parametrize("wrong", ["inductor", 1, ["eager"]])
-def test_it_is_a_truth_value_or_a_dict(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"compile=.*: expected True, False, a dict or None"):
-        DataParallel(nn.Linear(2, 2), SLOTS, compile=wrong)
-
-
-def test_names_in_the_dict_are_those_of_torch() -> None:
-    with pytest.raises(TypeError, match="'backends' is none of backend, mode, dynamic, fullgraph, options"):
-        DataParallel(nn.Linear(2, 2), SLOTS, compile={"backends": "eager"})
 
 
 def test_torch_says_what_it_does_not_take() -> None:

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -18,60 +19,37 @@ pytestmark = pytest.mark.devices("cpu")  # it knows no slots: once is enough
 TIMEOUT = 20.0
 
 
-class Thread(threading.Thread):
-    """A thread whose error, if any, is raised by `end`."""
+def started(function: Callable[..., Any], *args: Any) -> Future[Any]:
+    """Calls the function in a thread of its own. If it hangs, the process ends all the same."""
+    outcome: Future[Any] = Future()
 
-    def __init__(self, work: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self.work, self.error = work, None
-        self.start()
-
-    def run(self) -> None:
+    def run() -> None:
         try:
-            self.work()
+            outcome.set_result(function(*args))
         except BaseException as error:
-            self.error = error
+            outcome.set_exception(error)
 
-    def end(self) -> None:
-        self.join(TIMEOUT)
-        assert not self.is_alive(), "it hangs"
-        if self.error is not None:
-            raise self.error
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
 
 
 def wait(event: threading.Event) -> None:
     assert event.wait(TIMEOUT)
 
 
-def inside(one: CompileLock, left: threading.Event) -> tuple[Thread, threading.Event]:
-    """A thread that is inside until ``left`` is set, once it is inside."""
-    entered = threading.Event()
-
-    def stay() -> None:
-        entered.set()
-        wait(left)
-
-    thread = Thread(lambda: one.run_inside(stay))
-    wait(entered)
-    return thread, entered
-
-
 def test_who_waits_aside_holds_nobody_up() -> None:
     """A thread waits, in compiled code, for one that compiles."""
     one, compiled = CompileLock(), threading.Event()
-    waits = Thread(lambda: one.run_inside(one.run_aside, wait, compiled))
-    Thread(lambda: one.run_inside(one.run_alone, compiled.set)).end()
-    waits.end()
+    waits = started(one.run_inside, one.run_aside, wait, compiled)
+    started(one.run_inside, one.run_alone, compiled.set).result(TIMEOUT)
+    waits.result(TIMEOUT)
 
 
 def test_a_gang_inside_compiled_code_may_compile() -> None:
     """Its tasks compile in other threads, while the thread that waits for them is in compiled code."""
-    outcomes = Thread(
-        lambda: compile_lock.run_inside(
-            Gang([lambda: compile_lock.run_inside(compile_lock.run_alone, lambda: 1)] * 3, 2).run_tasks
-        )
-    )
-    outcomes.end()
+    gang = Gang([lambda: compile_lock.run_inside(compile_lock.run_alone, lambda: 1)] * 3, 2)
+    outcomes = started(compile_lock.run_inside, gang.run_tasks).result(TIMEOUT)
+    assert [outcome.value for outcome in outcomes] == [1] * 3
 
 
 def test_a_failure_while_others_wait_lets_them_go_on() -> None:
@@ -82,16 +60,16 @@ def test_a_failure_while_others_wait_lets_them_go_on() -> None:
         wait(fail)
         raise ZeroDivisionError
 
-    compiles = Thread(lambda: one.run_inside(one.run_alone, compile))
+    compiles = started(one.run_inside, one.run_alone, compile)
     wait(begun)
-    waiting = [Thread(lambda: one.run_inside(order.append, "entered")) for _ in range(2)]
-    waiting.append(Thread(lambda: one.run_inside(one.run_alone, order.append, "alone")))
+    waiting = [started(one.run_inside, order.append, "entered") for _ in range(2)]
+    waiting.append(started(one.run_inside, one.run_alone, order.append, "alone"))
     time.sleep(0.02)
     fail.set()
     with pytest.raises(ZeroDivisionError):
-        compiles.end()
-    for thread in waiting:
-        thread.end()
+        compiles.result(TIMEOUT)
+    for each in waiting:
+        each.result(TIMEOUT)
     assert sorted(order) == ["alone", "entered", "entered"]
 
 
@@ -110,7 +88,7 @@ def test_ctrl_c_at_any_moment_leaves_it_open(ctrl_c: None) -> None:
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     signal.signal(signal.SIGINT, raise_once)  # the fixture puts the former one back
-    interrupts = Thread(interrupt)
+    interrupts = started(interrupt)
     for _ in range(200):
         try:
             armed.append(True)
@@ -120,16 +98,17 @@ def test_ctrl_c_at_any_moment_leaves_it_open(ctrl_c: None) -> None:
         except KeyboardInterrupt:
             pass
     stop.set()
-    interrupts.end()
+    interrupts.result(TIMEOUT)
     assert not one.is_taken
-    Thread(lambda: one.run_inside(one.run_alone, lambda: None)).end()
+    started(one.run_inside, one.run_alone, int).result(TIMEOUT)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
 def test_a_forked_child_does_not_wait_for_threads_of_its_parent() -> None:
-    left = threading.Event()
-    stays, _ = inside(compile_lock, left)
+    entered, left = threading.Event(), threading.Event()
+    stays = started(compile_lock.run_inside, lambda: (entered.set(), wait(left)))
+    wait(entered)
     child = os.fork()
     if child == 0:
         status = 1
@@ -144,5 +123,5 @@ def test_a_forked_child_does_not_wait_for_threads_of_its_parent() -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     left.set()
-    stays.end()
+    stays.result(TIMEOUT)
     assert ended == (child, 0)

@@ -10,27 +10,14 @@ import torch
 from torch import fx, nn
 
 from compiled_backends import Counting
-from compiled_steps import FORMS
+from each_form import FORMS
 from memory import allocated, live_objects
 
 pytestmark = pytest.mark.counts_memory
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-
-    def units(self) -> list[nn.Module]:
-        return [self.layers]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
-def build(root: torch.device) -> Net:
-    torch.manual_seed(0)
-    return Net().double().to(root)
+def build(root: torch.device) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double().to(root)
 
 
 def step(call, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:

@@ -14,7 +14,6 @@ from compiled_nets import (
     BACKEND,
     WAYS,
     Breaks,
-    Tied,
     assert_same,
     batch,
     build,
@@ -26,6 +25,7 @@ from compiled_nets import (
 from dataparallel import DataParallel
 from dataparallel.compiled import FrameCounts
 from dataparallel.replicas.compiled.compile_lock import compile_lock
+from dataparallel.testing.parity import Perturbation, assert_same_step
 from freed_later import first_call_is_shared
 
 Way = Callable[..., DataParallel]
@@ -48,25 +48,12 @@ def test_steps_equal_those_of_replicas_that_are_not_compiled(way: Way, slots: li
     assert since().eager.total() == 0
 
 
-def test_each_replica_computes_with_its_own_parameters(whole: Way, slots: list, root: torch.device):
-    """Replicas whose weights are perturbed compute something else: none of them has used those of the source."""
-    net, x = build(root).eval(), batch(root)
-    wrapper = whole(net, slots)
-    replicate = wrapper.replicate
+def test_each_replica_computes_with_its_own_parameters(whole: Way, slots: list):
+    def wrap(net: nn.Module, slots: list, dim: int) -> Any:
+        return whole(net, slots)
 
-    def perturbed(module: nn.Module, device_ids: list) -> list[nn.Module]:
-        replicas = replicate(module, device_ids)
-        for slot, replica in enumerate(replicas):
-            last = [*replica.modules()][-1]
-            last._parameters["bias"] = last._parameters["bias"] + 100.0 * slot
-        return replicas
-
-    with torch.no_grad():
-        expected = wrapper(x).chunk(len(slots))
-        wrapper.replicate = perturbed
-        found = wrapper(x).chunk(len(slots))
-    for slot, (one, other) in enumerate(zip(found, expected, strict=True)):
-        torch.testing.assert_close(one, other + 100.0 * slot)
+    perturbation, samples = Perturbation(seed=1, scale=0.5), ((batch("cpu"),), {})
+    assert_same_step(lambda: build("cpu").eval(), samples, slots, perturbation=perturbation, wrap=wrap)
 
 
 @pytest.mark.few(1)
@@ -111,15 +98,6 @@ def test_wrappers_of_one_module_share_its_graphs(slots: list, root: torch.device
     before = since().total
     DataParallel(net, slots)(x)
     assert since().total == before
-
-
-@pytest.mark.long
-def test_tied_weights_stay_tied_and_buffers_reach_slot_0(way: Way, slots: list, root: torch.device):
-    batches = [batch(root), batch(root, 9), batch(root)]
-    expected = expected_steps(slots, root, batches, Tied)
-    net = build(root, Tied)
-    assert_same(steps(way(net, slots), net, batches), expected)
-    assert net.calls == len(batches)
 
 
 @pytest.mark.few(1)

@@ -16,8 +16,8 @@ from compiled_nets import (
     compiled_before,
     compiled_in_place,
     parts_compiled,
-    replicated,
 )
+from each_form import replicated
 
 pytestmark = pytest.mark.few(2)  # each way is compiled with `DataParallel`, too
 

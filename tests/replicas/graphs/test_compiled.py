@@ -58,6 +58,7 @@ each_way = pytest.mark.parametrize(
     indirect=["form"],
 )
 with_graphs = pytest.mark.devices("cuda")
+EAGER = {"backend": "aot_eager"}
 
 
 @pytest.fixture(autouse=True)
@@ -83,9 +84,11 @@ def train(network: Any, root: torch.device) -> list[Tensor]:
 
 @with_graphs
 @each_way
-def test_trains_as_on_one_device(way: Way, form: Form, slots: list, root: torch.device) -> None:
+@pytest.mark.parametrize("how", [{"graphs": True}, {"backend": "cudagraphs"}], ids=["by argument", "by its compiler"])
+def test_trains_as_on_one_device(how: dict[str, Any], way: Way, form: Form, slots: list, root: torch.device) -> None:
+    """Code that is compiled with CUDA graphs needs no argument of the form."""
     expected = train(form(build(root), slots), root)
-    network = way(form, build(root), slots, graphs=True)
+    network = way(form, build(root), slots, **how)
     torch.testing.assert_close(train(network, root), expected, rtol=1e-9, atol=1e-9)
     assert captured(network) >= len({*slots}) * SETTLE  # of both kinds of calls
     assert reasons(network) == set()
@@ -97,22 +100,10 @@ def test_trains_as_on_one_device(way: Way, form: Form, slots: list, root: torch.
 @pytest.mark.parametrize("model", MODELS)
 def test_models_of_all_kinds(model: str, form: str, slots: list) -> None:
     expected, _ = graphed_models.train(MODELS[model], FORMS[form], slots, 12)
-    options: dict[str, Any] = {"graphs": True, "compile": {"backend": "aot_eager"}}
+    options: dict[str, Any] = {"graphs": True, "compile": EAGER}
     found, network = graphed_models.train(MODELS[model], FORMS[form], slots, 12, **options)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     assert bool(captured(network)) == (model != "lstm and gru"), reasons(network)
-
-
-@with_graphs
-@each_way
-def test_code_compiled_with_cuda_graphs_is_captured_without_an_argument(
-    way: Way, form: Form, slots: list, root: torch.device
-) -> None:
-    expected = train(form(build(root), slots), root)
-    network = way(form, build(root), slots, backend="cudagraphs")
-    torch.testing.assert_close(train(network, root), expected, rtol=1e-9, atol=1e-9)
-    assert captured(network) >= len({*slots}) * SETTLE
-    assert reasons(network) == set()
 
 
 @with_graphs
@@ -144,41 +135,36 @@ def test_code_compiled_with_cuda_graphs_is_not_captured_if_the_user_says_so(
     assert graphs_of(network) is None
 
 
-@with_graphs
-@pytest.mark.parametrize("compile", [None, {"backend": "aot_eager"}])
-def test_a_compiled_backward_runs_once(compile: Any, slots: list, root: torch.device) -> None:
-    """Inductor's may write to what the forward has saved. torch refuses ``retain_graph`` for such code too."""
-    network, x = by_wrapper(build(root), slots, graphs=True, compile=compile), inputs(root)
-    for _ in range(SETTLE):
-        step(network, x)
-    network.zero_grad()
-    loss = network(x).square().mean()
-    loss.backward(retain_graph=True)
-    first = [parameter.grad.clone() for parameter in network.parameters()]
-    if compile is None:
-        loss.backward()
-        torch.testing.assert_close([p.grad for p in network.parameters()], [2 * grad for grad in first])
-    else:
-        with pytest.raises(RuntimeError, match="this backward is compiled and has run already"):
-            loss.backward()
-
-
-@with_graphs
-def test_the_backward_of_a_compiled_function_in_a_forward_runs_once_too(slots: list, root: torch.device) -> None:
+def calling_compiled_code() -> nn.Module:
     class Calls(Net):
         last_step = staticmethod(torch.compile(lambda x: x.sin().cos().sin(), backend="aot_eager"))
 
         def forward(self, x: Tensor) -> Tensor:
             return self.last_step(super().forward(x))
 
-    network, x = by_wrapper(build(root, Calls), slots[:1], graphs=True), inputs(root)
+    return Calls()
+
+
+@with_graphs
+@pytest.mark.parametrize(
+    ("kind", "compile"), [(Net, None), (Net, {"backend": "aot_eager"}), (calling_compiled_code, None)]
+)
+def test_a_compiled_backward_runs_once(kind: Any, compile: Any, slots: list, root: torch.device) -> None:
+    """Inductor's may write to what the forward has saved. torch refuses ``retain_graph`` for such code too."""
+    network, x = by_wrapper(build(root, kind), slots, graphs=True, compile=compile), inputs(root)
     for _ in range(SETTLE):
         step(network, x)
     assert captured(network)
+    network.zero_grad()
     loss = network(x).square().mean()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="this backward is compiled and has run already"):
+    first = [parameter.grad.clone() for parameter in network.parameters()]
+    if kind is Net and compile is None:
         loss.backward()
+        torch.testing.assert_close([p.grad for p in network.parameters()], [2 * grad for grad in first])
+    else:
+        with pytest.raises(RuntimeError, match="this backward is compiled and has run already"):
+            loss.backward()
 
 
 @with_graphs

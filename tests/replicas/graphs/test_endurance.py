@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import random
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 from dataparallel.replicas.graphs.calls import MOST_CAPTURES
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import mean_square_loss
+from fragile import raises
 from graphed_models import FORMS, Row, SmoothLayer, made
 from graphed_nets import captured, graphed, reasons
 from sharded_steps import Model, moved
@@ -29,17 +30,13 @@ class Soak:
     """A training. ``chunks``: how many sizes of a replica's share of a batch there are."""
 
     def __init__(self, form: str, slots: list, chunks: int) -> None:
-        self.slots, self.chunks = slots, chunks
-        self.random, self.model = random.Random(0), MODEL
-        self.source, self.network = made(self.model, FORMS[form], slots, graphs=True)
+        self.slots, self.sizes = slots, itertools.cycle(range(1, chunks + 1))
+        self.source, self.network = made(MODEL, FORMS[form], slots, graphs=True)
         self.optimizer = torch.optim.AdamW(self.source.parameters(), lr=0.001)
-        self.numbers: list[int] = []
 
     def step(self, hook: Callable[[Tensor], None] | None = None) -> None:
         """``hook``: of the loss."""
-        if not self.numbers:  # each size equally often
-            self.numbers = self.random.sample(range(1, self.chunks + 1), self.chunks)
-        args, kwargs = moved(self.model.batch(self.numbers.pop() * len(self.slots), 0), self.slots[0])
+        args, kwargs = moved(MODEL.batch(next(self.sizes) * len(self.slots), 0), self.slots[0])
         self.optimizer.zero_grad()
         loss = mean_square_loss(self.network(*args, **kwargs))
         if hook is not None:
@@ -51,22 +48,15 @@ class Soak:
         for number in range(1, steps + 1):
             self.step()
             if number % 10 == 0:
-                self.fail()
+                with pytest.raises(ArithmeticError, match="in a backward hook"):
+                    self.step(raises)
             if number % 4 == 0:
                 self.network.eval()
                 with torch.no_grad():
-                    self.network(*moved(self.model.batch(2 * len(self.slots), 0), self.slots[0])[0])
+                    self.network(*moved(MODEL.batch(2 * len(self.slots), 0), self.slots[0])[0])
                 self.network.train()
 
-    def fail(self) -> None:
-        def fail(grad: Tensor) -> None:
-            raise ArithmeticError("on purpose")
-
-        with pytest.raises(ArithmeticError, match="on purpose"):
-            self.step(fail)
-
-    def sizes(self) -> dict[str, Any]:
-        """What must not grow."""
+    def what_may_grow(self) -> dict[str, Any]:
         self.optimizer.zero_grad()
         wait_for_the_engine(self.slots)
         gc.collect()
@@ -83,10 +73,10 @@ def soak(form: str, slots: list, chunks: int, steps: int) -> Soak:
     """Runs twice as many steps, the second half without growth."""
     training = Soak(form, slots, chunks)
     training.run(steps)
-    before = training.sizes()
+    before = training.what_may_grow()
     launches = captured(training.network)
     training.run(steps)
-    after = training.sizes()
+    after = training.what_may_grow()
     assert after["captures"] == before["captures"] > 0
     assert after["threads"] <= before["threads"]
     for kind in ("allocated", "reserved"):

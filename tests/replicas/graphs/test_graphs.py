@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import dataparallel
 from dataparallel import peers
 from dataparallel.replicas.graphs.calls import MOST_TRIES
-from each_form import Form, by_wrapper, frozen, graphing_forms, replicated, sharded_children
+from each_form import Form, by_wrapper, frozen, graphing_forms, sharded_children
 from graphed_nets import (
     SETTLE,
     WIDTH,
@@ -248,65 +248,6 @@ def test_memory_is_free_when_the_model_is(form: Form, slots: list, root: torch.d
     train_and_drop()
     gc.collect()
     assert [torch.cuda.memory_allocated(slot) for slot in {*slots}] == before
-
-
-class TestTogether:
-    """With options and other things of a training loop: the gradients are those without graphs."""
-
-    def gradients(
-        self, form: Form, slots: list, root: torch.device, graphs: bool, step: Any, kind: Any = Net, **options: Any
-    ) -> Any:
-        torch.manual_seed(1)
-        source = build(root, kind)
-        network = form(source, slots, graphs=graphs, **options)
-        for _ in range(SETTLE + 3):
-            source.zero_grad()
-            step(network)
-        if graphs:
-            assert captured(network) > len(slots)
-        return [parameter.grad for parameter in source.parameters()]
-
-    def check(self, form: Form, slots: list, root: torch.device, step: Any, **options: Any) -> None:
-        expected, found = (self.gradients(form, slots, root, graphs, step, **options) for graphs in (False, True))
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-    @on_cuda
-    def test_a_loss_of_the_replicas(self, form: Form, slots: list, root: torch.device) -> None:
-        class WithLoss(Net):
-            def forward(self, x: Tensor) -> Tensor:
-                return (super().forward(x) - 1).square().mean()
-
-        self.check(form, slots, root, lambda network: network(inputs(root)).backward(), kind=WithLoss, scalars="mean")
-
-    @on_cuda
-    def test_gradients_that_wait_on_the_slots(self, form: Form, slots: list, root: torch.device) -> None:
-        def step(network: Any) -> None:
-            if isinstance(network, dataparallel.DataParallel):
-                pytest.skip("the wrapper has no no_sync")
-            with network.no_sync():
-                network(inputs(root)).square().mean().backward()
-            network(inputs(root)).square().mean().backward()
-
-        self.check(form, slots, root, step)
-
-    @on_cuda
-    def test_a_communication_hook(self, form: Form, slots: list, root: torch.device) -> None:
-        def hook(state: Any, bucket: Any) -> Any:
-            done: Any = torch.futures.Future()
-            done.set_result(bucket.buffer() * 2)
-            return done
-
-        have_hooks: list[Any] = []
-
-        def step(network: Any) -> None:
-            if form is not replicated:
-                pytest.skip("only replicate has these hooks")
-            if network not in have_hooks:
-                network.register_comm_hook(None, hook)
-                have_hooks.append(network)
-            network(inputs(root)).square().mean().backward()
-
-        self.check(form, slots, root, step)
 
 
 class TestArguments:

@@ -223,29 +223,17 @@ def check(form: Form, slots: list, layers: list[str], output: str, steps: list[s
             assert same(old, new), (old, new)
 
 
-cases = given(
-    layers=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=4),
-    output=st.sampled_from(OUTPUTS),
-    repeated=st.sampled_from(["train", "evaluate", "one head", "two"]),
-    steps=st.lists(st.sampled_from(STEPS), max_size=16),
-)
-
-
 @pytest.mark.slots(1, 2)
-@cases
-@settings(max_examples=12)
-def test_captured_models_compute_the_same_bits(
-    form: Form, slots: list, layers: list[str], output: str, repeated: str, steps: list[str]
-) -> None:
-    check(form, slots, layers, output, [repeated] * 4 + steps)
+@pytest.mark.parametrize("examples", [12, pytest.param(500, marks=[pytest.mark.long, pytest.mark.watchdog(3600)])])
+def test_captured_models_compute_the_same_bits(examples: int, form: Form, slots: list) -> None:
+    @settings(max_examples=examples)
+    @given(
+        layers=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=4),
+        output=st.sampled_from(OUTPUTS),
+        repeated=st.sampled_from(["train", "evaluate", "one head", "two"]),
+        steps=st.lists(st.sampled_from(STEPS), max_size=16),
+    )
+    def check_examples(layers: list[str], output: str, repeated: str, steps: list[str]) -> None:
+        check(form, slots, layers, output, [repeated] * 4 + steps)
 
-
-@pytest.mark.long
-@pytest.mark.watchdog(3600)
-@pytest.mark.slots(1, 2)
-@cases
-@settings(max_examples=500)
-def test_captured_models_compute_the_same_bits_in_two_thousand_cases(
-    form: Form, slots: list, layers: list[str], output: str, repeated: str, steps: list[str]
-) -> None:
-    check(form, slots, layers, output, [repeated] * 4 + steps)
+    check_examples()

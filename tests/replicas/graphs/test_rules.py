@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dataparallel import whole
 from dataparallel.replicas.graphs.calls import MOST_CAPTURES, MOST_NEW_KINDS, WARM_UP
-from each_form import Form, by_wrapper, graphing_forms
+from each_form import Form, by_wrapper, graphing_forms, replicated
 from graphed_nets import SETTLE, build, captured, gradients, graphed, inputs, reasons, step
 
 pytestmark = [pytest.mark.devices("cuda"), graphing_forms]
@@ -215,21 +215,33 @@ class Recomputed(torch.autograd.Function):
         return x.grad, None
 
 
+def with_a_loss_of_one_layer(self: Head, x: Tensor) -> Tensor:
+    self.other(x).square().sum().backward()
+    return self.lin(x)  # type: ignore[no-any-return]
+
+
+def with_a_seed(self: Head, x: Tensor) -> Tensor:
+    torch.cuda.manual_seed(3)
+    return self.lin(x) + torch.rand_like(x)
+
+
 class TestABackwardInside:
-    def test_of_a_forward_is_not_captured(self, form: Form, slots: list, root: torch.device) -> None:
-        def run(self: Head, x: Tensor) -> Tensor:
-            self.other(x).square().sum().backward()  # a loss of this layer alone
-            return self.lin(x)
-
-        assert captured(compare(form, slots, root, lambda: Head(run), losses)) == 0
-
-    def test_of_a_function_is_not_captured(self, form: Form, slots: list, root: torch.device) -> None:
-        def run(self: Head, x: Tensor) -> Tensor:
-            return Recomputed.apply(self.lin(x), self.other)  # type: ignore[no-any-return]
-
+    @pytest.mark.parametrize(
+        ("run", "words"),
+        [
+            (with_a_loss_of_one_layer, ""),
+            (lambda self, x: Recomputed.apply(self.lin(x), self.other), "a backward inside of it gives its parameters"),
+            (with_a_seed, "seed"),
+        ],
+        ids=["of a layer", "of a function", "a seed"],
+    )
+    def test_or_a_seed_that_is_set_is_not_captured(
+        self, run: Any, words: str, form: Form, slots: list, root: torch.device
+    ) -> None:
         network = compare(form, slots, root, lambda: Head(run), losses)
         assert captured(network) == 0
-        assert reasons(network) == {"a backward inside of it gives its parameters gradients"}
+        (reason,) = reasons(network)
+        assert words in reason
 
     def test_of_which_the_call_is_a_part_finds_no_graphs(self, form: Form, slots: list, root: torch.device) -> None:
         """Its thread waits for the call, so the backward of a capture could not run."""
@@ -246,16 +258,6 @@ class TestABackwardInside:
 
 
 class TestRandomNumbers:
-    def test_a_forward_that_sets_the_seed_is_not_captured(self, form: Form, slots: list, root: torch.device) -> None:
-        def run(self: Head, x: Tensor) -> Tensor:
-            torch.cuda.manual_seed(3)
-            return self.lin(x) + torch.rand_like(x)
-
-        network = compare(form, slots, root, lambda: Head(run), losses)
-        assert captured(network) == 0
-        (reason,) = reasons(network)
-        assert "seed" in reason
-
     def test_a_capture_that_fails_leaves_graphs_to_their_generator(
         self, form: Form, slots: list, root: torch.device
     ) -> None:
@@ -452,6 +454,42 @@ class TestWhatAForwardReads:
                 torch.set_default_dtype(torch.float)
 
         assert captured(compare(form, slots, root, lambda: Head(run), steps))
+
+
+class TestTogether:
+    """With other things of a training loop."""
+
+    def test_a_loss_of_the_replicas(self, form: Form, slots: list, root: torch.device) -> None:
+        run = lambda self, x: (self.lin(x) - 1).square().mean()  # noqa: E731
+        assert captured(compare(form, slots, root, lambda: Head(run), losses))
+
+    def test_gradients_that_wait_on_the_slots(self, form: Form, slots: list, root: torch.device) -> None:
+        if form is by_wrapper:
+            pytest.skip("the wrapper has no no_sync")
+
+        def steps(network: Any, module: Any) -> None:
+            for _ in range(STEPS):
+                module.zero_grad()
+                with network.no_sync():
+                    step(network, inputs(root))
+                step(network, inputs(root))
+
+        assert captured(compare(form, slots, root, lambda: Head(lambda self, x: self.lin(x)), steps))
+
+    def test_a_communication_hook(self, form: Form, slots: list, root: torch.device) -> None:
+        if form is not replicated:
+            pytest.skip("only replicate has these hooks")
+
+        def hook(state: Any, bucket: Any) -> Any:
+            done: Any = torch.futures.Future()
+            done.set_result(bucket.buffer() * 2)
+            return done
+
+        def steps(network: Any, module: Any) -> Any:
+            network.register_comm_hook(None, hook)
+            return losses(network, module)
+
+        assert captured(compare(form, slots, root, lambda: Head(lambda self, x: self.lin(x)), steps))
 
 
 class TestMemory:

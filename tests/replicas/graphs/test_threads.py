@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from at_once import in_threads
 from dataparallel.replicas.graphs.calls import WARM_UP
 from dataparallel.testing.cases import numbers, seeded
 from graphed_models import FORMS, Row, SmoothLayer, made
@@ -28,51 +29,43 @@ LARGE = 20 * 2**20
 """From this size on torch asks CUDA for the memory of one tensor alone."""
 
 
-class Others:
-    """What other threads do with the devices until `stop`. A capture in CUDA's global mode would not survive it."""
-
-    def __init__(self, slots: list) -> None:
-        self.slots, self.rounds = slots, 0
-        self._stopped = threading.Event()
-
-    def run(self) -> None:
-        # Of another priority than those that capture: torch has 32 streams of each, and hands out the same ones again.
-        streams = {slot: torch.cuda.Stream(slot, priority=-1) for slot in self.slots}
-        while not self._stopped.is_set():
-            for slot, stream in streams.items():
-                with torch.cuda.device(slot), torch.cuda.stream(stream):
-                    self._use(slot)
-            self.rounds += 1
-
-    def _use(self, slot: torch.device) -> None:
-        stream = torch.cuda.current_stream(slot)
-        # Larger than what is free by now, so that CUDA is asked for memory.
-        large = torch.empty(LARGE + self.rounds % 64 * 2**20, dtype=torch.uint8, device=slot)
-        pageable = torch.arange(64.0)
-        there = pageable.to(slot)
-        pinned = pageable.pin_memory()
-        there += pinned.to(slot, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(stream)
-        event.synchronize()
-        stream.synchronize()
-        assert torch.equal(there.cpu(), 2 * pageable)
-        del large
-
-    def stop(self) -> None:
-        self._stopped.set()
+def use(slot: torch.device, size: int) -> None:
+    """A capture in CUDA's global mode would not survive this."""
+    stream = torch.cuda.current_stream(slot)
+    large = torch.empty(size, dtype=torch.uint8, device=slot)
+    pageable = torch.arange(64.0)
+    there = pageable.to(slot)
+    pinned = pageable.pin_memory()
+    there += pinned.to(slot, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(stream)
+    event.synchronize()
+    stream.synchronize()
+    assert torch.equal(there.cpu(), 2 * pageable)
+    del large
 
 
 @contextmanager
-def another_thread(slots: list) -> Iterator[Others]:
-    """Inside the block another thread uses the devices. Its errors are raised at the end."""
-    others = Others(slots)
+def used_by_another_thread(slots: list) -> Iterator[list[int]]:
+    """Inside the block another thread uses the devices again and again. Its errors are raised at the end."""
+    rounds: list[int] = []
+    is_over = threading.Event()
+
+    def run() -> None:
+        # Of another priority than those that capture: torch has 32 streams of each, and hands out the same ones again.
+        streams = {slot: torch.cuda.Stream(slot, priority=-1) for slot in slots}
+        while not is_over.is_set():
+            rounds.append(LARGE + len(rounds) % 64 * 2**20)  # larger than what is free: CUDA is asked for memory
+            for slot, stream in streams.items():
+                with torch.cuda.device(slot), torch.cuda.stream(stream):
+                    use(slot, rounds[-1])
+
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(others.run)
+        running = pool.submit(run)
         try:
-            yield others
+            yield rounds
         finally:
-            others.stop()
+            is_over.set()
             torch.cuda.empty_cache()
         running.result()
 
@@ -84,7 +77,7 @@ def assert_all_captured(network: Any, kinds: int, slots: list) -> None:
 
 def test_another_thread_may_use_the_devices_during_captures(form: str, slots: list) -> None:
     kinds = 4
-    with another_thread(slots) as others:
+    with used_by_another_thread(slots) as rounds:
         for _ in range(2):
             source, network = made(MODEL, FORMS[form], slots, graphs=True)
             for chunk in range(1, kinds + 1):
@@ -93,7 +86,7 @@ def test_another_thread_may_use_the_devices_during_captures(form: str, slots: li
                 for _ in range(SETTLE):
                     network(x).square().mean().backward()
             assert_all_captured(network, kinds, slots)
-            assert others.rounds > 0
+            assert rounds
             source.zero_grad()
 
 
@@ -108,36 +101,23 @@ def test_two_threads_call_one_model_at_once(form: str, slots: list) -> None:
     inputs = [[MODEL.batch(2 * len(slots), 10 * thread + i)[0][0] for i in range(4)] for thread in range(2)]
     with torch.no_grad():
         expected = [[plain(x) for x in of_thread] for of_thread in inputs]
-    meet = threading.Barrier(2, timeout=60)
 
     def call(thread: int, times: int) -> None:
         for i in range(times):
             found = network(inputs[thread][i % 4].to(slots[0]))
             torch.testing.assert_close(found.cpu(), expected[thread][i % 4], rtol=1e-9, atol=1e-9)
 
-    def calls(thread: int) -> None:
+    def calls(thread: int, meet: threading.Barrier) -> None:
         with torch.no_grad():
             for turn in range(ROUNDS):
                 if turn % 2 == thread:
                     call(thread, WARM_UP + 3)
-                meet.wait()
+                meet.wait(60)
                 call(thread, 4)
-                meet.wait()
+                meet.wait(60)
 
-    def calls_or_abort(thread: int) -> None:
-        try:
-            calls(thread)
-        except BaseException:
-            meet.abort()
-            raise
-
-    with replays() as launched, ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(calls_or_abort, thread) for thread in range(2)]
-    errors = [error for error in (done.exception() for done in running) if error is not None]
-    for error in errors:
-        if not isinstance(error, threading.BrokenBarrierError):
-            raise error
-    assert not errors
+    with replays() as launched:
+        in_threads(2, calls)
     in_each = 3 if len({*slots}) == len(slots) else 2  # slots on one device share threads, and each thread warms up
     assert len(launched) >= ROUNDS * in_each * len(slots)
     assert not reasons(network)
