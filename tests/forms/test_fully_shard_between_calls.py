@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.composable import fully_shard
-from dataparallel.sharded import ShardedTensor, distribute_tensor
+from dataparallel.sharded import distribute_tensor
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from sharded_chains import PLAIN, forward_backward
 from sharded_steps import assert_all_sharded, gradients, on_device, sharded, state, whole
@@ -53,23 +53,6 @@ def assert_alike(pair: Pair, x: Tensor) -> None:
     assert_equal(*(whole(forward_backward(model, x)) for model in pair), "training", atol=1e-9)
     assert_equal(*(gradients(model) for model in pair), "gradients", atol=1e-9)
     assert_equal(*(state(model) for model in pair), "values", atol=1e-9)
-
-
-def test_a_hook_may_write_in_a_backward_that_leaves_units_full(slots, x):
-    pair = pair_with(slots)
-    pair[0].set_reshard_after_backward(False)
-
-    def step(parameter: Any) -> None:
-        parameter.data.add_(parameter.grad, alpha=-0.1)
-
-    for model in pair:
-        handles = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
-        for _ in range(3):
-            model.zero_grad()
-            forward_backward(model, x)
-        for handle in handles:
-            handle.remove()
-    assert_alike(pair, x)
 
 
 class TestWritesBetweenForwardAndBackward:
@@ -128,20 +111,6 @@ class TestPartsThatAreCalledOutsideOfTheirUnit:
 
 
 class TestUnshard:
-    def test_shows_full_parameters_until_reshard(self, slots, x):
-        model, _ = pair_with(slots, reshard_after_forward=False)
-        layer, sharded_weight = model.layers[1].linear, model.layers[1].linear.weight
-        model(x)
-        assert layer.weight is sharded_weight
-        model.layers[1].unshard()
-        for _ in range(2):
-            assert not isinstance(layer.weight, ShardedTensor)
-            assert isinstance(model.layers[2].linear.weight, ShardedTensor)
-            with torch.no_grad():
-                model(x)
-        model.layers[1].reshard()
-        assert layer.weight is sharded_weight
-
     def test_ends_with_a_backward_that_leaves_units_full(self, slots, x):
         """So `clip_grad_norm_` sees the gradients, which are those of the sharded parameters."""
         pair = pair_with(slots)

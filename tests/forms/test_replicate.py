@@ -1,6 +1,5 @@
 """`replicate` changes how a module runs, and nothing else of it. A call runs on the slots."""
 
-import copy
 import inspect
 import types
 
@@ -19,22 +18,6 @@ from dataparallel.composable import fully_shard, register_forward_method, replic
 def layers(root):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(root)
-
-
-class TestTheModuleIsWhatItWas:
-    @pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
-    def test_optimizers_made_before_or_after(self, layers, slots, batch, early):
-        reference = copy.deepcopy(layers)
-        ours = torch.optim.SGD(layers.parameters(), lr=0.1) if early else None
-        replicate(layers, devices=slots)
-        ours = ours or torch.optim.SGD(layers.parameters(), lr=0.1)
-        theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
-        for net, optimizer in ((layers, ours), (reference, theirs)):
-            for _ in range(2):
-                optimizer.zero_grad()
-                net(batch).square().mean().backward()
-                optimizer.step()
-        torch.testing.assert_close(layers.state_dict(), reference.state_dict(), atol=1e-9, rtol=0)
 
 
 class TestForwardMethods:

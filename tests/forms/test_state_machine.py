@@ -69,7 +69,6 @@ class How:
         calls: how often what is around it calls it.
         recomputed: ``use_reentrant`` of a checkpoint around its calls, or `None` without one.
         works_in_place: its first operator changes its input.
-        moves: its forward gives its weight other memory, as RNNs do on CUDA, where cuDNN wants one buffer.
         output: one of `OUTPUTS`. A reentrant checkpoint takes tensors alone.
         below: its children.
     """
@@ -78,7 +77,6 @@ class How:
     calls: int = 1
     recomputed: bool | None = None
     works_in_place: bool = False
-    moves: bool = False
     output: str = "a tensor"
     below: tuple[How, ...] = ()
 
@@ -104,8 +102,6 @@ class Layer(Fragile):
     def forward(self, x: Tensor) -> Any:
         # torch cannot recompute what changes the input of its checkpoint.
         x = x.mul_(0.98) if self.how.works_in_place and self.how.recomputed is None else x
-        if self.how.moves:
-            self.linear.weight.data = self.linear.weight.data.clone()
         return self.how.packing[0](run(self.below, super().forward(x)))
 
 
@@ -167,7 +163,7 @@ MODULE_HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "forward pre with keywords": lambda m: m.register_forward_pre_hook(
         lambda module, args, kwargs: (scaled(1.1, *args), kwargs), with_kwargs=True
     ),
-    "forward": lambda m: m.register_forward_hook(lambda module, args, y: y + 0.1 * args[0].sum(1)[:, None]),
+    "forward": lambda m: m.register_forward_hook(lambda module, args, y: y + 0.1 * args[0].sum(1)[:, None].to(y)),
     "forward, always": lambda m: m.register_forward_hook(
         lambda module, args, y: None if y is None else y * 0.9, always_call=True
     ),
@@ -217,7 +213,7 @@ def layers(below: st.SearchStrategy[tuple[How, ...]]) -> st.SearchStrategy[How]:
     calls = st.sampled_from([1, 1, 1, 2, 0])
     recomputed = st.sampled_from([None, None, None, True, False])
     outputs = st.sampled_from([*OUTPUTS])
-    return st.builds(How, st.booleans(), calls, recomputed, st.booleans(), st.booleans(), outputs, below)
+    return st.builds(How, st.booleans(), calls, recomputed, st.booleans(), outputs, below)
 
 
 trees = st.lists(layers(st.just(()) | st.tuples(layers(st.just(())))), min_size=1, max_size=3).map(tuple)
@@ -291,6 +287,7 @@ class Steps(RuleBasedStateMachine):
             self.slots = [self.slots[number % 2] for number in range(count)]
         self.net: Any = on_device(self.build_plain, self.root)
         self.add_module_hook(self.net)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.5, weight_decay=0.01)
         options: dict[str, Any] = {"output_device": "cpu" if self.chosen["is_output_elsewhere"] else None}
         if self.is_sharded:
             self.call = self.shard(options)
@@ -302,7 +299,8 @@ class Steps(RuleBasedStateMachine):
                 self.net, devices=self.slots, **options
             )
         self.parameters = dict(self.net.named_parameters())
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.5, weight_decay=0.01)
+        if self.is_sharded:  # otherwise one that was made before knows the parameters
+            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.5, weight_decay=0.01)
         if self.has_hooks:
             self.add_hooks()
         for factors in self.factors.values():
