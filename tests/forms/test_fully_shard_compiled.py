@@ -54,7 +54,7 @@ def argument_of_units(model: Any, slots: Sequence[Any], how: dict[str, Any]) -> 
 
 
 OF_UNITS: list[Way] = [units_after, wrapped_units_before, argument_of_units]
-"""Ways in which each unit is compiled by itself. Others are in replicas/compiled/test_matrix, with models and Inductor."""
+"""Ways in which each unit is compiled by itself. Others are in replicas/compiled/test_matrix, with Inductor."""
 
 
 def unwrapped(trained: Trained) -> Trained:

@@ -15,11 +15,11 @@ from loops import wait_for_the_engine
 from torch import Tensor, nn
 
 from dataparallel.composable import fully_shard
-from dataparallel.testing.cases import adamw, numbers, seeded
+from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from fragile import MARK, Fragile, raises
 from memory import live_objects
-from sharded_steps import assert_all_sharded, gradients, no_sync, on_device, sharded, whole
+from sharded_steps import assert_all_sharded, gradients, no_sync, on_device, sharded
 
 WIDTH = 16
 
@@ -52,46 +52,29 @@ def batch(slots: list, seed: int, *, marked: int | None = None) -> Tensor:
 
 
 class Training:
-    """A sharded model and its twin on one device, and their optimizers, some steps old."""
+    """A sharded model, after some steps, and its twin on one device."""
 
-    def __init__(self, slots: list, **options: Any) -> None:
+    def __init__(self, slots: list) -> None:
         build = seeded(Net)
         self.slots = slots
-        self.model = sharded(on_device(build, slots[0]), slots, **options)
-        self.twin = on_device(build, slots[0])
-        self.optimizers = {each: adamw(each.parameters()) for each in (self.model, self.twin)}
+        self.model, self.twin = sharded(on_device(build, slots[0]), slots), on_device(build, slots[0])
         self.seed = itertools.count()
         for _ in range(3):
-            self.step()
-
-    def step(self) -> None:
-        """A step of the sharded model."""
-        self._step(batch(self.slots, next(self.seed)))
-        self.optimizers[self.model].zero_grad()
-
-    def copy_values(self) -> None:
-        """The twin gets the sharded model's values."""
-        with torch.no_grad():
-            for ours, theirs in zip(self.model.parameters(), self.twin.parameters(), strict=True):
-                theirs.copy_(whole(ours))
+            self.compare()
 
     def compare(self) -> None:
-        """A step of both, from the sharded model's values. The gradients are the same."""
-        self.copy_values()
+        """A step of both. The gradients are the same."""
         x = batch(self.slots, next(self.seed))
         for each in (self.model, self.twin):
-            self._run(each, x)
+            self.run(each, x)
         assert_equal(gradients(self.model), gradients(self.twin), "gradients", atol=1e-9)
-        self.optimizers[self.model].step()
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad()
-
-    def _step(self, x: Tensor) -> None:
-        self._run(self.model, x)
-        self.optimizers[self.model].step()
+        with torch.no_grad():
+            for parameter in (*self.model.parameters(), *self.twin.parameters()):
+                parameter.sub_(parameter.grad, alpha=0.01)
+                parameter.grad = None
 
     @staticmethod
-    def _run(model: nn.Module, x: Tensor) -> None:
+    def run(model: nn.Module, x: Tensor) -> None:
         mean_square_loss(model(x)).backward()
 
 
@@ -117,7 +100,7 @@ def test_gradients_zeroed_after_a_failed_backward_stay_so_though_a_thread_of_it_
     loss = mean_square_loss(model(batch(slots, next(training.seed)))) + (on_cpu * on_cpu).to(slots[0])
     with pytest.raises(ArithmeticError, match="while a slot sums"):
         loss.backward()
-    training.optimizers[model].zero_grad()
+    model.zero_grad()
     layer.set_all_reduce_hook(lambda part: None)
     released.set()
     training.compare()
@@ -132,7 +115,7 @@ def test_gradients_that_waited_and_are_zeroed_while_a_failed_backward_runs_on_ar
     training = Training(slots)
     model = training.model
     with no_sync(model):
-        training._run(model, batch(slots, next(training.seed)))
+        training.run(model, batch(slots, next(training.seed)))
     begun, released = threading.Event(), threading.Event()
     on_cpu = torch.ones((), requires_grad=True)
 
@@ -152,7 +135,7 @@ def test_gradients_that_waited_and_are_zeroed_while_a_failed_backward_runs_on_ar
         handle.remove()
         with pytest.raises(ArithmeticError, match="while a slot is in backward"):
             loss.backward()
-    training.optimizers[model].zero_grad(set_to_none)
+    model.zero_grad(set_to_none)
     released.set()
     training.compare()
 
@@ -163,7 +146,7 @@ def test_gradients_that_waited_are_gone_when_they_are_zeroed_after_the_sums_have
     training = Training(slots)
     model = training.model
     with no_sync(model):
-        training._run(model, batch(slots, next(training.seed)))
+        training.run(model, batch(slots, next(training.seed)))
     calls = itertools.count()
 
     def refuse_what_waited(part: Tensor) -> None:  # two owners have summed what the one slot has delivered
@@ -172,9 +155,9 @@ def test_gradients_that_waited_are_gone_when_they_are_zeroed_after_the_sums_have
 
     model.layers[3].set_all_reduce_hook(refuse_what_waited)
     with pytest.raises(ArithmeticError, match="of what waited"):
-        training._run(model, batch(slots, next(training.seed))[:1])
+        training.run(model, batch(slots, next(training.seed))[:1])
     model.layers[3].set_all_reduce_hook(lambda part: None)
-    training.optimizers[model].zero_grad()
+    model.zero_grad()
     training.compare()
 
 
@@ -184,25 +167,24 @@ def test_gradients_that_wait_on_the_slots_outlive_a_failed_backward(layer, slots
     """Like `.grad` on one device they have gradients of the failed pass added, where it came so far, or not."""
     training = Training(slots)
     model, twin = training.model, training.twin
-    training.copy_values()
     kept, failing, last = batch(slots, 200), batch(slots, 201, marked=1), batch(slots, 202)
     with no_sync(model):
-        training._run(model, kept)
+        training.run(model, kept)
     model.layers[layer].fails[0] = "hook"
     with pytest.raises(ArithmeticError):
-        training._run(model, failing)
+        training.run(model, failing)
     model.layers[layer].fails[0] = ""
-    training._run(model, last)
+    training.run(model, last)
     without, added = {}, {}
     for found, batches in ((without, (kept, last)), (added, (kept, failing, last))):
         for each in batches:
-            training._run(twin, each)
+            training.run(twin, each)
         found.update(gradients(twin))
         twin.zero_grad()
     for name, gradient in gradients(model).items():
         expected = [each[name] for each in (without, added)]
         assert any(torch.allclose(gradient, each, rtol=0, atol=1e-9) for each in expected), name
-    training.optimizers[model].zero_grad()
+    model.zero_grad()
     training.compare()
 
 
@@ -213,7 +195,8 @@ def test_gradients_that_wait_on_the_slots_outlive_a_failed_backward(layer, slots
 def test_a_backward_beside_one_that_has_failed_is_refused(what, slots):
     """The first one's error is there while a thread is in a node of it, and the second one returns before it leaves."""
     training = Training(slots)
-    model, optimizer = training.model, training.optimizers[training.model]
+    model = training.model
+    optimizer = torch.optim.SGD(model.parameters())
     may_leave, is_inside = threading.Event(), threading.Event()
 
     def wait(gradient: Tensor) -> None:
@@ -256,16 +239,16 @@ def test_a_backward_beside_one_that_has_failed_is_refused(what, slots):
 @pytest.mark.counts_memory
 def test_errors_leave_no_threads_and_no_objects(slots):
     training = Training(slots)
-    model, optimizer = training.model, training.optimizers[training.model]
+    model = training.model
 
     def run() -> None:
         for kind, layer in itertools.product(("forward", "hook", "backward"), range(4)):
             model.layers[layer].fails[0] = kind
             with pytest.raises(ArithmeticError), no_sync(model) if layer == 2 else nullcontext():
-                training._run(model, batch(slots, next(training.seed), marked=layer))
+                training.run(model, batch(slots, next(training.seed), marked=layer))
             model.layers[layer].fails[0] = ""
-            optimizer.zero_grad()
-            training.step()
+            model.zero_grad()
+            training.compare()
         wait_for_the_engine(slots)
 
     run()

@@ -10,11 +10,10 @@ from backends_events import BackendsEvent
 from clocked import timeline
 from dataparallel import comm
 from dataparallel.comm.streams.current import streams_set
-from dataparallel.composable import CPUOffloadPolicy
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from made_units import recorded_gathers
-from sharded_steps import gradients, on_device, sharded, whole
+from sharded_steps import gradients, on_device, sharded
 
 WIDTH = 16
 
@@ -68,14 +67,14 @@ class TestPostOptimEvent:
             optimizer.step()
         return [stream.record_event() for stream in self.streams.values()]
 
-    @pytest.mark.parametrize("kind", ["torch's events", "those of a backend", "one event"])
+    @pytest.mark.parametrize("kind", ["those of a backend", "one event"])
     def test_gathers_wait_for_it(self, kind, slots):
-        model, twin = make(slots), twin_of(slots)
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
+        """The clocks see it if they do not. Torch's events, one for each device, are in test_fully_shard_waits."""
+        model = make(slots)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for seed in range(3):
             backward(model, slots, seed)
-            backward(twin, slots, seed)
-            events: Any = self.step_aside(optimizers[0], slots)
+            events: Any = self.step_aside(optimizer, slots)
             if kind == "those of a backend":
                 events = [*map(BackendsEvent, events)]
             elif kind == "one event":
@@ -84,13 +83,10 @@ class TestPostOptimEvent:
                     first.wait_event(event)
                 events = first.record_event()
             model.set_post_optim_event(events)
-            optimizers[1].step()
-            found, expected = model(tokens(slots)), twin(tokens(slots))
-            assert_equal(whole(found), whole(expected), "outputs", atol=1e-9)
+            model(tokens(slots))
             for device, stream in self.streams.items():  # the rest of this loop is on the current streams
                 torch.accelerator.current_stream(device).wait_stream(stream)
-            for optimizer in optimizers:
-                optimizer.zero_grad()
+            optimizer.zero_grad()
 
     @pytest.mark.apart(2)
     def test_they_wait_for_nothing_else(self, slots):
@@ -129,24 +125,6 @@ class TestPostOptimEvent:
                 todo += launches[index].waits
                 todo += [other.index for other in launches[:index] if other.stream == launches[index].stream]
         return before.index in reached
-
-
-@pytest.mark.parametrize("drops", [lambda model: model.zero_grad(), lambda model: model.zero_grad(False)])
-@pytest.mark.parametrize("options", [{}, {"offload_policy": CPUOffloadPolicy()}], ids=["", "offloaded"])
-def test_a_backward_that_is_not_the_last_ends_with_its_sums_too(options, drops, slots):
-    """So what it has brought may be scaled, and is gone when it is dropped, also that of a unit called alone."""
-    model, twin = make(slots, **options), twin_of(slots)
-    x = torch.ones(2 * len(slots), WIDTH, dtype=torch.float64, device=slots[0])
-    for each in (model, twin):
-        for seed, is_last in enumerate([True, False, False, True]):
-            if each is model:
-                each.set_is_last_backward(is_last)
-            backward(each, slots, seed)
-            if seed == 1:
-                drops(each)
-            each.layers[1](x).sum().backward()
-            each.layers[1].weight.grad.mul_(0.5)
-    assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
 
 
 @pytest.mark.parametrize("unshards", [True, False])
