@@ -23,13 +23,11 @@ from sharded_models import GPT
 from sharded_steps import (
     MODELS,
     Model,
-    assert_same,
     assert_same_training,
     batches_of,
     gradients,
     on_device,
     sharded,
-    train,
     whole,
 )
 
@@ -49,17 +47,6 @@ def test_keyword_arguments_and_no_arguments_of_units(slots):
             return other(factor=first(x)) * table()
 
     assert_same_training(Model(seeded(lambda: Caller(Layer(), Table(), Table())), numbers(6)), slots)
-
-
-def test_a_sharded_part_of_a_plain_model(slots, root):
-    """Its optimizer has plain parameters and sharded ones."""
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 6), PLAIN.build(), nn.Tanh(), nn.Linear(6, 2))
-
-    several, one = (on_device(seeded(build), root) for _ in range(2))
-    sharded(several[1], slots)
-    assert_same(*(train(model, batches_of(PLAIN, slots)) for model in (several, one)))
 
 
 def test_a_call_that_ends_beside_another_leaves_the_sharded_parameters_to_those_that_begin(slots, root):

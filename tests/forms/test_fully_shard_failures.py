@@ -19,28 +19,15 @@ from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from fragile import MARK, Fragile, raises
 from memory import live_objects
+from sharded_chains import Chain
 from sharded_steps import assert_all_sharded, gradients, no_sync, on_device, sharded
 
 WIDTH = 16
 
 
-class Net(nn.Module):
+def build() -> Any:
     """Four units. The last column of a batch goes through all layers: it says on which slot a layer fails."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Fragile(WIDTH) for _ in range(4))
-        self.last = nn.Linear(WIDTH, 3)
-
-    def units(self) -> list[nn.Module]:
-        return [*self.layers]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.first(x)) + x
-        for layer in self.layers:
-            y = layer(y)
-        return self.last(y.clamp(-10, 10))
+    return Chain(*(Fragile(WIDTH) for _ in range(5)))
 
 
 def batch(slots: list, seed: int, *, marked: int | None = None) -> Tensor:
@@ -55,9 +42,9 @@ class Training:
     """A sharded model, after some steps, and its twin on one device."""
 
     def __init__(self, slots: list) -> None:
-        build = seeded(Net)
         self.slots = slots
-        self.model, self.twin = sharded(on_device(build, slots[0]), slots), on_device(build, slots[0])
+        self.model, self.twin = (on_device(seeded(build), slots[0]) for _ in range(2))
+        sharded(self.model, slots)
         self.seed = itertools.count()
         for _ in range(3):
             self.compare()
@@ -83,7 +70,7 @@ class Training:
 def test_gradients_zeroed_after_a_failed_backward_stay_so_though_a_thread_of_it_still_sums(slots):
     """The thread that calls backward raises while others still run if it computes on the CPU itself."""
     training = Training(slots)
-    model, layer = training.model, training.model.layers[3]
+    model, layer = training.model, training.model.units()[3]
     begun, released = threading.Event(), threading.Event()
     on_cpu = torch.ones((), requires_grad=True)
 
@@ -128,7 +115,7 @@ def test_gradients_that_waited_and_are_zeroed_while_a_failed_backward_runs_on_ar
         assert begun.wait(20)
         raise ArithmeticError("while a slot is in backward")
 
-    handle = model.layers[1].register_forward_hook(lambda module, inputs, output: output.register_hook(wait) and None)
+    handle = model.units()[1].register_forward_hook(lambda module, inputs, output: output.register_hook(wait) and None)
     on_cpu.register_hook(fail_then)
     with no_sync(model) if quietly else nullcontext():
         loss = mean_square_loss(model(batch(slots, next(training.seed)))) + (on_cpu * on_cpu).to(slots[0])
@@ -153,10 +140,10 @@ def test_gradients_that_waited_are_gone_when_they_are_zeroed_after_the_sums_have
         if next(calls) >= 2:
             raise ArithmeticError("in the sum of what waited")
 
-    model.layers[3].set_all_reduce_hook(refuse_what_waited)
+    model.units()[3].set_all_reduce_hook(refuse_what_waited)
     with pytest.raises(ArithmeticError, match="of what waited"):
         training.run(model, batch(slots, next(training.seed))[:1])
-    model.layers[3].set_all_reduce_hook(lambda part: None)
+    model.units()[3].set_all_reduce_hook(lambda part: None)
     model.zero_grad()
     training.compare()
 
@@ -170,10 +157,10 @@ def test_gradients_that_wait_on_the_slots_outlive_a_failed_backward(layer, slots
     kept, failing, last = batch(slots, 200), batch(slots, 201, marked=1), batch(slots, 202)
     with no_sync(model):
         training.run(model, kept)
-    model.layers[layer].fails[0] = "hook"
+    model.units()[layer].fails[0] = "hook"
     with pytest.raises(ArithmeticError):
         training.run(model, failing)
-    model.layers[layer].fails[0] = ""
+    model.units()[layer].fails[0] = ""
     training.run(model, last)
     without, added = {}, {}
     for found, batches in ((without, (kept, last)), (added, (kept, failing, last))):
@@ -211,7 +198,7 @@ def test_a_backward_beside_one_that_has_failed_is_refused(what, slots):
     def let_backward_fail(module: nn.Module, inputs: object, output: Tensor) -> None:
         output.register_hook(wait)
 
-    handle = model.layers[0].register_forward_hook(let_backward_fail)
+    handle = model.units()[0].register_forward_hook(let_backward_fail)
     on_host = torch.zeros((), dtype=torch.float64, requires_grad=True) * 1
     on_host.register_hook(fail)
     failing = mean_square_loss(model(batch(slots, 300))).cpu() + on_host
@@ -243,10 +230,10 @@ def test_errors_leave_no_threads_and_no_objects(slots):
 
     def run() -> None:
         for kind, layer in itertools.product(("forward", "hook", "backward"), range(4)):
-            model.layers[layer].fails[0] = kind
+            model.units()[layer].fails[0] = kind
             with pytest.raises(ArithmeticError), no_sync(model) if layer == 2 else nullcontext():
                 training.run(model, batch(slots, next(training.seed), marked=layer))
-            model.layers[layer].fails[0] = ""
+            model.units()[layer].fails[0] = ""
             model.zero_grad()
             training.compare()
         wait_for_the_engine(slots)

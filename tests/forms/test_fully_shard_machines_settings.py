@@ -153,11 +153,6 @@ def waits_on_slots_and_for_all_reduce(rank: int, devices: list[Any], way: str) -
     assert_as_by_one(net, by_one(devices, [1, 2, 3, 4, 5]))
 
 
-@EACH_SPREAD
-def test_all_kinds_of_waiting_together(way):
-    run(waits_on_slots_and_for_all_reduce, way)
-
-
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 
@@ -180,11 +175,6 @@ def settings(rank: int, devices: list[Any], way: str) -> None:
     assert_equal(gradients(net), expected, "gradients", atol=1e-9)
 
 
-@EACH_SPREAD
-def test_the_hook_and_the_factor(way):
-    run(settings, way)
-
-
 def penalties(rank: int, devices: list[Any], way: str) -> None:
     """Each machine has the same penalty on the same parameters, and averages only what it has summed of its samples."""
     net, one = made(devices, way), by_one(devices, [1])
@@ -205,11 +195,6 @@ def penalties(rank: int, devices: list[Any], way: str) -> None:
         assert_equal(gradients(net), expected, "gradients that have waited", atol=1e-9)
 
 
-@EACH_SPREAD
-def test_penalties_are_not_averaged_and_reach_hooks_with_the_sums(way):
-    run(penalties, way)
-
-
 def backward_on_other_streams(rank: int, devices: list[Any], way: str) -> None:
     """The clocks see it if the optimizer, on those streams, does not wait for all sums."""
     net = made(devices, way)
@@ -223,12 +208,6 @@ def backward_on_other_streams(rank: int, devices: list[Any], way: str) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.devices("sim")
-@EACH_SPREAD
-def test_backward_on_other_streams_than_the_forward(way):
-    run(backward_on_other_streams, way)
-
-
 def arrives_on_the_host(rank: int, devices: list[Any], way: str) -> None:
     """What the host has waited for, any stream may read."""
     net, x = made(devices, way, offload_policy=CPUOffloadPolicy()), batch(rank, 0, devices[0]).requires_grad_()
@@ -240,8 +219,9 @@ def arrives_on_the_host(rank: int, devices: list[Any], way: str) -> None:
 
 @pytest.mark.devices("sim")
 @EACH_SPREAD
-def test_the_host_has_waited_for_gradients_in_its_memory(way):
-    run(arrives_on_the_host, way)
+@pytest.mark.parametrize("function", [backward_on_other_streams, arrives_on_the_host])
+def test_streams(function, way):
+    run(function, way)
 
 
 # ---- policies -------------------------------------------------------------------------------------------------------
@@ -269,5 +249,6 @@ def policies(rank: int, devices: list[Any], way: str) -> None:
 
 
 @EACH_SPREAD
-def test_policies(way):
-    run(policies, way)
+@pytest.mark.parametrize("function", [waits_on_slots_and_for_all_reduce, settings, penalties, policies])
+def test_gradients_are_those_of_one_device(function, way):
+    run(function, way)

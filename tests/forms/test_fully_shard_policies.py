@@ -16,29 +16,13 @@ from dataparallel.sharded import ShardedTensor
 from dataparallel.testing.cases import adamw, numbers, seeded
 from dataparallel.testing.steps import mean_square_loss
 from memory import allocated
+from sharded_chains import Chain, Layer
 from sharded_steps import on_device, sharded
 
-WIDTH, LAYERS = 16, 4
+WIDTH, LAYERS = 6, 4
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
 HOST = -1  # in a recording
-
-
-class Layers(nn.Module):
-    """Layers that are units, and one of the model's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-        self.last = nn.Linear(WIDTH, 3)
-
-    def units(self) -> list[nn.Module]:
-        return [*self.layers]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.last(x)
 
 
 def rows(slots: list, seed: int = 0, count: int | None = None) -> Tensor:
@@ -47,7 +31,9 @@ def rows(slots: list, seed: int = 0, count: int | None = None) -> Tensor:
 
 
 def make(slots: list, **options: Any) -> Any:
-    return sharded(on_device(seeded(Layers), slots[0]), slots, **{"offload_policy": CPUOffloadPolicy(), **options})
+    """Layers that are units, and one of the model's own."""
+    model = on_device(seeded(lambda: Chain(*(Layer() for _ in range(LAYERS + 1)))), slots[0])
+    return sharded(model, slots, **{"offload_policy": CPUOffloadPolicy(), **options})
 
 
 def shards(model: Any) -> list[Tensor]:

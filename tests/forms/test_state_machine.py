@@ -49,9 +49,12 @@ class Pair:
 
 OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "a tensor": (lambda y: y, lambda y: y),
-    "a tuple": (lambda y: (y, y.square()), lambda y: y[0] - 0.1 * y[1]),
-    "a dict": (lambda y: {"a": y, "b": {"c": [y.sin(), None, "text", y.argmax(1)]}}, lambda y: y["a"] + y["b"]["c"][0]),
-    "a dataclass": (lambda y: Pair(y, y.cos()), lambda y: y.left - y.right),
+    "a tuple": (lambda y: (y, y.sin()), lambda y: y[0] - 0.1 * y[1]),
+    "a dict": (
+        lambda y: {"a": y, "b": {"c": [y.sin(), None, "text", y.argmax(1)]}},
+        lambda y: y["a"] + 0.1 * y["b"]["c"][0],
+    ),
+    "a dataclass": (lambda y: Pair(y, y.cos()), lambda y: y.left - 0.1 * y.right),
     "views": (lambda y: y.chunk(2, dim=1), lambda y: torch.cat([y[0], y[1]], dim=1)),
     "a view": (lambda y: y.unsqueeze(1), lambda y: y.squeeze(1)),
     "views, one unused": (lambda y: y.unbind(1), lambda y: torch.stack([y[0], y[0], *y[2:]], dim=1)),
