@@ -51,7 +51,7 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "a tensor": (lambda y: y, lambda y: y),
     "a tuple": (lambda y: (y, y.sin()), lambda y: y[0] - 0.1 * y[1]),
     "a dict": (
-        lambda y: {"a": y, "b": {"c": [y.sin(), None, "text", y.argmax(1)]}},
+        lambda y: {"a": y, "b": {"c": [y.sin(), None, y.argmax(1)]}},
         lambda y: y["a"] + 0.1 * y["b"]["c"][0],
     ),
     "a dataclass": (lambda y: Pair(y, y.cos()), lambda y: y.left - 0.1 * y.right),
