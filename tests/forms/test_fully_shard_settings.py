@@ -140,13 +140,6 @@ def test_a_unit_is_gathered_in_backward_unless_it_needs_no_weights(unshards, slo
     assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
 
 
-def test_an_error_of_the_all_reduce_hook_is_that_of_the_backward(slots):
-    model = make(slots)
-    model.set_all_reduce_hook(lambda part: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        backward(model, slots)
-
-
 def test_gradients_that_wait_on_the_slots_stay_if_the_others_are_scaled(slots):
     """``.grad`` is zero so far, and scaled zeros are no gradient that somebody has set to zero."""
     model, twin = make(slots), twin_of(slots)

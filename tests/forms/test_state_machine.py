@@ -416,15 +416,16 @@ class Steps(RuleBasedStateMachine):
             for tensor in (found, expected, *(leaf for leaf in leaves if leaf.requires_grad)):
                 tensor.register_hook(lambda gradient: gradient * 1.5)
             losses = [loss_of(each[: 1 if of_some else None]) for each in (found, expected)]
-            if penalty is not None:
-                parameters = [self.parameters.values(), [*self.twin.parameters()]]
-                losses = [*map(self.penalised, losses, leaves, parameters, [penalty] * 2)]
+            parameters = [self.parameters.values(), [*self.twin.parameters()]]
+            losses = [*map(self.penalised, losses, leaves, parameters, [penalty] * 2)]
             self.pending.append((*losses, leaves, penalty))
         else:
             assert_equal(whole(found), whole(expected), "outputs", atol=1e-9)
 
-    def penalised(self, loss: Tensor, leaf: Tensor, parameters: Any, penalty: str) -> Tensor:
+    def penalised(self, loss: Tensor, leaf: Tensor, parameters: Any, penalty: str | None) -> Tensor:
         """With the square of the input's gradient, or with what parameters bring past the units."""
+        if penalty is None:
+            return loss
         if penalty == "of the input":
             (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
             return loss + gradient.square().sum().to(loss.device)
@@ -625,8 +626,11 @@ class Steps(RuleBasedStateMachine):
         mark=st.integers(0, 8),
         quietly=st.booleans(),
         at_once=st.booleans(),
+        penalty=st.sampled_from([None, *PENALTIES]),
     )
-    def a_layer_fails(self, kind: str, layer: int, size: int, mark: int, quietly: bool, at_once: bool) -> None:
+    def a_layer_fails(
+        self, kind: str, layer: int, size: int, mark: int, quietly: bool, at_once: bool, penalty: str | None
+    ) -> None:
         """The next step may follow at once, though threads of other devices may be in the backward that has failed."""
         called = [each for each in self.net.layers if each.how.calls]
         if not called:
@@ -636,7 +640,7 @@ class Steps(RuleBasedStateMachine):
         fails[0] = kind
         block = self.net.no_sync() if quietly and self.is_composable else nullcontext()
         with pytest.raises(ArithmeticError, match="in forward" if kind == "forward" else "in a"), block:
-            loss_of(self.call(x)).backward()
+            self.penalised(loss_of(self.call(x)), x, self.parameters.values(), penalty).backward()
         fails[0] = ""
         self.after_an_error(calls, kind != "forward", at_once and self.is_sharded)
 
