@@ -65,31 +65,50 @@ class Training:
         mean_square_loss(model(x)).backward()
 
 
+class Held:
+    """A thread of a failing backward that stays where it calls `stay`, until ``released`` is set."""
+
+    def __init__(self) -> None:
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def stay(self, *_: Any) -> None:
+        self.begun.set()
+        assert self.released.wait(60)
+
+    def fail(self, gradient: Tensor) -> None:
+        assert self.begun.wait(60)
+        raises(gradient)
+
+    def failing(self, model: nn.Module, x: Tensor, at: nn.Module | None = None, device: Any = None) -> Tensor:
+        """A loss. The thread that calls its backward raises while the other one stays: it computes on the CPU itself.
+
+        With ``at`` that one is the thread of ``device``, behind that module.
+        """
+        here = torch.device(device or "cpu")
+
+        def hooked(module: nn.Module, inputs: object, output: Tensor) -> None:
+            output.register_hook(lambda gradient: self.stay() if gradient.device == here else None)
+
+        handle = (at or nn.Identity()).register_forward_hook(hooked)
+        on_cpu = torch.ones((), requires_grad=True)
+        on_cpu.register_hook(self.fail)
+        loss = mean_square_loss(model(x)) + (on_cpu * on_cpu).to(x.device)
+        handle.remove()
+        return loss
+
+
 @pytest.mark.slots(3)
 @pytest.mark.devices("sim", "cuda")
 def test_gradients_zeroed_after_a_failed_backward_stay_so_though_a_thread_of_it_still_sums(slots):
-    """The thread that calls backward raises while others still run if it computes on the CPU itself."""
-    training = Training(slots)
+    training, held = Training(slots), Held()
     model, layer = training.model, training.model.units()[3]
-    begun, released = threading.Event(), threading.Event()
-    on_cpu = torch.ones((), requires_grad=True)
-
-    def wait_in_sum(part: Tensor) -> None:
-        begun.set()
-        assert released.wait(20)
-
-    def fail_then(gradient: Tensor) -> None:
-        assert begun.wait(20)
-        raise ArithmeticError("while a slot sums")
-
-    layer.set_all_reduce_hook(wait_in_sum)
-    on_cpu.register_hook(fail_then)
-    loss = mean_square_loss(model(batch(slots, next(training.seed)))) + (on_cpu * on_cpu).to(slots[0])
-    with pytest.raises(ArithmeticError, match="while a slot sums"):
+    layer.set_all_reduce_hook(held.stay)
+    loss = held.failing(model, batch(slots, next(training.seed)))
+    with pytest.raises(ArithmeticError):
         loss.backward()
     model.zero_grad()
     layer.set_all_reduce_hook(lambda part: None)
-    released.set()
+    held.released.set()
     training.compare()
 
 
@@ -99,31 +118,16 @@ def test_gradients_zeroed_after_a_failed_backward_stay_so_though_a_thread_of_it_
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_that_waited_and_are_zeroed_while_a_failed_backward_runs_on_are_gone(quietly, set_to_none, slots):
     """They belong to the `.grad` from before that backward, though it ends after the user has zeroed that."""
-    training = Training(slots)
+    training, held = Training(slots), Held()
     model = training.model
     with no_sync(model):
         training.run(model, batch(slots, next(training.seed)))
-    begun, released = threading.Event(), threading.Event()
-    on_cpu = torch.ones((), requires_grad=True)
-
-    def wait(gradient: Tensor) -> None:
-        if gradient.device == torch.device(slots[1]):
-            begun.set()
-            assert released.wait(20)
-
-    def fail_then(gradient: Tensor) -> None:  # in the thread that has called backward
-        assert begun.wait(20)
-        raise ArithmeticError("while a slot is in backward")
-
-    handle = model.units()[1].register_forward_hook(lambda module, inputs, output: output.register_hook(wait) and None)
-    on_cpu.register_hook(fail_then)
     with no_sync(model) if quietly else nullcontext():
-        loss = mean_square_loss(model(batch(slots, next(training.seed)))) + (on_cpu * on_cpu).to(slots[0])
-        handle.remove()
-        with pytest.raises(ArithmeticError, match="while a slot is in backward"):
+        loss = held.failing(model, batch(slots, next(training.seed)), model.units()[1], slots[1])
+        with pytest.raises(ArithmeticError):
             loss.backward()
     model.zero_grad(set_to_none)
-    released.set()
+    held.released.set()
     training.compare()
 
 
@@ -181,34 +185,16 @@ def test_gradients_that_wait_on_the_slots_outlive_a_failed_backward(layer, slots
 @pytest.mark.parametrize("what", ["a step", "a backward"])
 def test_a_backward_beside_one_that_has_failed_is_refused(what, slots):
     """The first one's error is there while a thread is in a node of it, and the second one returns before it leaves."""
-    training = Training(slots)
+    training, held = Training(slots), Held()
     model = training.model
     optimizer = torch.optim.SGD(model.parameters())
-    may_leave, is_inside = threading.Event(), threading.Event()
-
-    def wait(gradient: Tensor) -> None:
-        if gradient.device == torch.device(slots[1]):
-            is_inside.set()
-            assert may_leave.wait(60)
-
-    def fail(gradient: Tensor) -> None:  # in the thread that has called backward
-        assert is_inside.wait(60)
-        raises(gradient)
-
-    def let_backward_fail(module: nn.Module, inputs: object, output: Tensor) -> None:
-        output.register_hook(wait)
-
-    handle = model.units()[0].register_forward_hook(let_backward_fail)
-    on_host = torch.zeros((), dtype=torch.float64, requires_grad=True) * 1
-    on_host.register_hook(fail)
-    failing = mean_square_loss(model(batch(slots, 300))).cpu() + on_host
-    handle.remove()
+    failing = held.failing(model, batch(slots, 300), model.units()[0], slots[1])
     second, third = (mean_square_loss(model(batch(slots, 301)[:1])) for _ in range(2))
     with pytest.raises(ArithmeticError):
         failing.backward()
     second.backward()
     torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()  # of other parameters: not refused, and does not wait
-    leaves = threading.Timer(0.2, may_leave.set)
+    leaves = threading.Timer(0.2, held.released.set)
     leaves.start()
     if what == "a backward":
         leaves.join()
