@@ -140,15 +140,6 @@ class TestCompilations:
 
 class TestErrors:
     @pytest.mark.slots(2)
-    def test_the_argument_is_true_or_a_dict(self, slots):
-        module = nn.Linear(2, 2)
-        with pytest.raises(TypeError, match=r"compile=.*: expected True, False, a dict or None"):
-            fully_shard(module, devices=slots, compile="inductor")
-        with pytest.raises(TypeError, match="'backends' is none of backend, mode"):
-            fully_shard(module, devices=slots, compile={"backends": "eager"})
-        assert not isinstance(module, FullyShardedModule)
-
-    @pytest.mark.slots(2)
     def test_what_is_compiled_takes_no_argument(self, slots):
         module = nn.Linear(2, 2)
         module.compile(backend="eager")

@@ -220,24 +220,3 @@ def test_fields_and_defaults_are_those_of_torch(name):
 
     ours = fields(getattr(composable, name))
     assert ours == fields(getattr(theirs, name))[: len(ours)]  # torch 2.15 has one more
-
-
-@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype"])
-@pytest.mark.parametrize(
-    ("dtype", "error", "message"),
-    [
-        ("bfloat16", TypeError, "='bfloat16': expected a torch\\.dtype"),
-        (torch.complex64, ValueError, "=torch\\.complex64: expected a floating-point dtype"),
-    ],
-)
-def test_what_is_no_floating_point_dtype_is_refused(name, dtype, error, message):
-    with pytest.raises(error, match=f"^{name}{message}"):
-        MixedPrecisionPolicy(**{name: dtype})
-
-
-@pytest.mark.parametrize(
-    ("cls", "name"), [(MixedPrecisionPolicy, "cast_forward_inputs"), (CPUOffloadPolicy, "pin_memory")]
-)
-def test_flags_are_bools(cls, name):
-    with pytest.raises(TypeError, match=f"^{name}=1: expected True or False"):
-        cls(**{name: 1})

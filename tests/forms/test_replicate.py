@@ -47,18 +47,14 @@ class TestForwardMethods:
 
 class TestRefusedAtApplication:
     @pytest.mark.parametrize(
-        ("arguments", "error", "message"),
+        ("arguments", "message"),
         [
-            ({"dim": "0"}, TypeError, "dim='0': expected an int"),
-            ({"dim": True}, TypeError, "dim=True"),
-            ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb=0: expected a number above 0"),
-            ({"first_bucket_mb": -1}, ValueError, "first_bucket_mb=-1"),
-            ({"ignored_modules": [nn.Linear(1, 1)]}, ValueError, r"ignored_modules\[0\], a Linear, is not below"),
-            ({"ignored_params": [nn.Parameter(torch.zeros(1))]}, ValueError, r"ignored_params\[0\] is no parameter"),
+            ({"ignored_modules": [nn.Linear(1, 1)]}, r"ignored_modules\[0\], a Linear, is not below"),
+            ({"ignored_params": [nn.Parameter(torch.zeros(1))]}, r"ignored_params\[0\] is no parameter"),
         ],
     )
-    def test_arguments(self, layers, slots, arguments, error, message):
-        with pytest.raises(error, match=message):
+    def test_arguments(self, layers, slots, arguments, message):
+        with pytest.raises(ValueError, match=message):
             replicate(layers, **{"devices": slots, **arguments})
         assert type(layers) is nn.Sequential
         replicate(layers, devices=slots)

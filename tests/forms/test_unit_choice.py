@@ -118,15 +118,6 @@ def test_a_step_equals_one_device(
 
 
 @ONLY_CPU
-@pytest.mark.parametrize("given", ["blocks", True, 3])
-def test_another_value_is_refused_before_anything_is_sharded(given: object, slots: list) -> None:
-    model = GPT()
-    with pytest.raises((TypeError, ValueError), match=r"units=.*: expected 'auto' or None"):
-        fully_shard(model, devices=slots, units=given)  # type: ignore[arg-type]
-    assert not any(fully_shard.state(module) for module in model.modules())
-
-
-@ONLY_CPU
 def test_a_list_of_modules_has_units_of_the_users_own(slots: list) -> None:
     with pytest.raises(ValueError, match="units='auto': expected one module"):
         fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)], devices=slots, units="auto")
