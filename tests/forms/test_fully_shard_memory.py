@@ -209,7 +209,7 @@ def bound(slots: int, weights: int, gradients: int = 2 * UNIT) -> int:
     others_long(
         [
             (way, lags)
-            for way in ("default", "no prefetch", "no reshard", "in twos", "no sync", "auto", "copies", "bfloat16")
+            for way in ("default", "no prefetch", "no sync", "auto", "copies", "bfloat16")
             for lags in ((), (1,), (0,))
         ]
         + [("compiled", ())],
@@ -229,8 +229,6 @@ def test_a_step_needs_at_most_two_units_of_weights_and_two_of_gradients(way, lag
     monkeypatch.setattr(backward, "_PATIENCE", 30.0)  # a busy machine may take longer than a slot lags
     before = allocated(slots)
     options: dict[str, Any] = {
-        "no reshard": {"reshard_after_forward": False},
-        "in twos": {"reshard_after_forward": 2},
         "auto": {"units": "auto"},
         "bfloat16": {"mp_policy": IN_16_BITS},
         "compiled": {"compile": {"backend": "aot_eager"}},
@@ -250,8 +248,6 @@ def test_a_step_needs_at_most_two_units_of_weights_and_two_of_gradients(way, lag
         # In the last unit's backward an owner also has gradients that it receives. Parameters that are copied out of
         # the gather's matrix are there twice, but then there is one unit of gradients.
         "no prefetch": bound(len(slots), UNIT + UNIT // len(slots)),
-        "no reshard": bound(len(slots), everything),
-        "in twos": bound(len(slots), everything // 2 + 2 * UNIT),
         # All gradients wait on each slot. Sums take memory of their own until the pass has succeeded.
         "no sync": bound(len(slots), 2 * UNIT, everything + 2 * UNIT + everything // len(slots)),
         "auto": bound(len(slots), 2 * UNIT),

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backends_events import BackendsEvent
 from clocked import timeline
 from dataparallel import comm
-from dataparallel.comm.streams.current import streams_set
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from made_units import recorded_gathers
@@ -57,36 +55,6 @@ def backward(model: Any, slots: list, seed: int = 0) -> None:
 @pytest.mark.devices("sim", "stand-in")
 class TestPostOptimEvent:
     """The optimizer steps on streams of its own. The computing streams do not wait for these."""
-
-    def step_aside(self, optimizer: Any, slots: list) -> list[torch.Event]:
-        """The optimizer's step on side streams, and an event after it on each device."""
-        self.streams = {torch.device(slot): torch.Stream(slot) for slot in slots}
-        for device, stream in self.streams.items():
-            stream.wait_stream(torch.accelerator.current_stream(device))
-        with streams_set(self.streams):
-            optimizer.step()
-        return [stream.record_event() for stream in self.streams.values()]
-
-    @pytest.mark.parametrize("kind", ["those of a backend", "one event"])
-    def test_gathers_wait_for_it(self, kind, slots):
-        """The clocks see it if they do not. Torch's events, one for each device, are in test_fully_shard_waits."""
-        model = make(slots)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for seed in range(3):
-            backward(model, slots, seed)
-            events: Any = self.step_aside(optimizer, slots)
-            if kind == "those of a backend":
-                events = [*map(BackendsEvent, events)]
-            elif kind == "one event":
-                first = self.streams[torch.device(slots[0])]
-                for event in events:
-                    first.wait_event(event)
-                events = first.record_event()
-            model.set_post_optim_event(events)
-            model(tokens(slots))
-            for device, stream in self.streams.items():  # the rest of this loop is on the current streams
-                torch.accelerator.current_stream(device).wait_stream(stream)
-            optimizer.zero_grad()
 
     @pytest.mark.apart(2)
     def test_they_wait_for_nothing_else(self, slots):

@@ -404,7 +404,8 @@ class Steps(RuleBasedStateMachine):
     ) -> None:
         """Hooks change gradients. With ``of_some`` some slots have no backward at all."""
         if with_event and self.is_sharded and self.root.type != "cpu":
-            self.net.set_post_optim_event([torch.accelerator.current_stream(d).record_event() for d in {*self.slots}])
+            events = [torch.accelerator.current_stream(device).record_event() for device in {*self.slots}]
+            self.net.set_post_optim_event(events if len(events) > 1 else events[0])
         x = self.batch(size, takes)
         can_penalise = not self.has_comm_hook and all(factors == [1.0, 1.0] for factors in self.factors.values())
         penalty = penalty if can_penalise and not (self.takes_reentrantly and penalty == "of the input") else None
