@@ -226,7 +226,6 @@ def assert_same_training(
     *,
     loop: Loop = one_backward,
     steps: int = 3,
-    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = adamw,
     afterwards: Callable[[nn.Module], None] = lambda model: None,
     ignored: bool = False,
     **options: Any,
@@ -244,9 +243,9 @@ def assert_same_training(
     sharded(several, slots, ignored_params=kept, **options)
     afterwards(several)
     assert_all_sharded(several, kept)
-    ours = train(several, batches_of(model, slots), optimizer, steps, loop=loop)
+    ours = train(several, batches_of(model, slots), steps=steps, loop=loop)
     assert_all_sharded(several, kept)
-    theirs = train(one, batches_of(model, slots), optimizer, steps, loop=loop)
+    theirs = train(one, batches_of(model, slots), steps=steps, loop=loop)
     assert_same(ours, theirs)
 
 

@@ -13,7 +13,7 @@ from dataparallel.comm.streams.current import streams_joined
 from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy
 from dataparallel.testing.steps import assert_equal
 from machine_ranks import on_machines
-from sharded_machines import EACH_SPREAD, over, ranks_of, slots_of
+from sharded_machines import EACH_SPREAD, SPREADS, over, ranks_of, slots_of
 from sharded_steps import gradients
 
 
@@ -96,11 +96,6 @@ def unused_on_one(rank: int, devices: list[Any], way: str) -> None:
     assert found["branches.1.weight"] is None
 
 
-@pytest.mark.parametrize("way", ["hybrid", "2-D, one of each"])
-def test_a_parameter_has_a_gradient_if_any_machine_uses_it(way):
-    run(unused_on_one, way)
-
-
 # ---- gradients that wait --------------------------------------------------------------------------------------------
 
 
@@ -132,11 +127,6 @@ def waits_for_all_reduce(rank: int, devices: list[Any], way: str) -> None:
     for other in range(ranks):
         backward(twin, other, 2, devices[0], 1 / ranks)
     assert_as_by_one(net, twin)
-
-
-@pytest.mark.parametrize("way", ["hybrid", "2-D, one of each", "2-D"])
-def test_without_all_reduce_gradients_wait_for_other_machines(way):
-    run(waits_for_all_reduce, way)
 
 
 def waits_on_slots_and_for_all_reduce(rank: int, devices: list[Any], way: str) -> None:
@@ -248,7 +238,11 @@ def policies(rank: int, devices: list[Any], way: str) -> None:
         assert_as_by_one(net, one, atol)
 
 
-@EACH_SPREAD
-@pytest.mark.parametrize("function", [waits_on_slots_and_for_all_reduce, settings, penalties, policies])
+IN_EACH_SPREAD = [waits_on_slots_and_for_all_reduce, settings, penalties, policies]
+CASES = [(function, way) for function in IN_EACH_SPREAD for way in SPREADS]
+CASES += [(function, way) for function in (unused_on_one, waits_for_all_reduce) for way in SPREADS if way != "1-D"]
+
+
+@pytest.mark.parametrize(("function", "way"), CASES)
 def test_gradients_are_those_of_one_device(function, way):
     run(function, way)

@@ -45,11 +45,10 @@ class WithIgnored(Affine):
         self.blocks = nn.Sequential(Shared(3, 3), Shared(3, 3), nn.Tanh())
         self.shared = Shared(3, 3)
         self.shift = nn.Parameter(torch.randn(3))
-        self.factor = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.blocks(super().forward(x))
-        y = self.shared(y) * self.factor + self.shift.to(y.device)
+        y = self.shared(y) + self.shift.to(y.device)
         for does in DOES:
             does(self)
         return y
@@ -128,10 +127,8 @@ def moved(replica: Any) -> None:
 
 LEAVES: dict[str, Callable[[Any], Any]] = {
     "another module for the ignored one": lambda replica: setattr(replica, "shared", nn.Identity()),
-    "another parameter for the ignored one": lambda replica: setattr(replica, "shift", parameter(replica.shift)),
     "a child that has left for the ignored one": moved,
     "a parameter in the ignored one": lambda replica: replica.shared.notes.append(replica.linear.weight),
-    "an attribute": lambda replica: setattr(replica, "factor", 0.0),
 }
 
 

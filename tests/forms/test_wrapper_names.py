@@ -192,13 +192,6 @@ def test_every_option_can_be_read_and_is_kept_by_copies(net: Net, slots: list) -
         assert {name: getattr(each.options, name) for name in OPTIONS} == GIVEN
 
 
-@pytest.mark.parametrize("name", sorted(WrapperOptions.assignable))
-def test_an_assigned_option_is_that_of_the_constructor(name: str, net: Net, slots: list) -> None:
-    model = DataParallel(net, slots)
-    setattr(model.options, name, GIVEN[name])
-    assert f"{name}={GIVEN[name]!r}" in repr(model.options)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "error", "says"),  # others are in tests/test_arguments
     [
