@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from clocked import timeline
 from dataparallel import composable
 from dataparallel.comm.streams.current import Event
-from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from dataparallel.sharded import ShardedTensor
 from dataparallel.testing.cases import adamw, numbers, seeded
 from dataparallel.testing.steps import mean_square_loss
@@ -203,6 +203,27 @@ class TestMixedPrecision:
         mean_square_loss(output).backward()
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
         assert {shard.dtype for parameter in model.parameters() for shard in parameter.grad.shards} == {torch.float32}
+
+    @pytest.mark.parametrize("offload", [OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)], ids=["", "offloaded"])
+    @pytest.mark.parametrize("reduce", [None, torch.bfloat16, torch.float32], ids=str)
+    @pytest.mark.parametrize("param", [None, torch.bfloat16], ids=str)
+    def test_gradients_are_those_of_replicas_in_one_dtype_that_are_cast_to_another(self, param, reduce, offload, slots):
+        """A chunk on one device has the gradients of a replica. They are added in the dtype of the parameters."""
+        build = seeded(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).float())
+        model, twin = build().float().to(slots[0]), build().to(slots[0], param or torch.float32)
+        for module in (*model, model):
+            fully_shard(module, devices=slots, mp_policy=MixedPrecisionPolicy(param, reduce), offload_policy=offload)
+        expected = [0.0] * len([*twin.parameters()])
+        for seed in range(2):
+            x = rows(slots, seed).float()
+            model(x).float().sin().sum().backward()
+            for chunk in x.chunk(len(slots)):
+                twin.zero_grad()
+                twin(chunk.to(param or torch.float32)).float().sin().sum().backward()
+                added = [parameter.grad.to(reduce or parameter.dtype).float() for parameter in twin.parameters()]
+                expected = [total + each for total, each in zip(expected, added, strict=True)]
+        for parameter, total in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor("cpu"), total.cpu(), rtol=0, atol=1e-6)
 
     def test_outputs_are_cast(self, slots):
         output = self.shard(slots, MixedPrecisionPolicy(output_dtype=torch.float16))(rows(slots).float())
