@@ -240,7 +240,8 @@ def policies(rank: int, devices: list[Any], way: str) -> None:
 
 IN_EACH_SPREAD = [waits_on_slots_and_for_all_reduce, settings, penalties, policies]
 CASES = [(function, way) for function in IN_EACH_SPREAD for way in SPREADS]
-CASES += [(function, way) for function in (unused_on_one, waits_for_all_reduce) for way in SPREADS if way != "1-D"]
+CASES += [(waits_for_all_reduce, way) for way in SPREADS if way != "1-D"]
+CASES += [(unused_on_one, way) for way in ("hybrid", "2-D, one of each")]
 
 
 @pytest.mark.parametrize(("function", "way"), CASES)

@@ -261,48 +261,37 @@ def test_a_step_needs_at_most_two_units_of_weights_and_two_of_gradients(way, lag
             assert max(peaks_of_backward(training, before, quietly)) <= most
 
 
-class Shares(Deep):
-    """One tensor that needs a gradient goes to all blocks, as conditions and states of an encoder do."""
+class Scored(Block):
+    def forward(self, x: Tensor, shared: Tensor | float = 0.0) -> Any:
+        y = super().forward(x, shared)
+        return y, y[:, :8].exp()
+
+
+class Scores(Deep):
+    """One tensor that needs a gradient goes to all blocks, as conditions and states of an encoder do.
+
+    Each block has a second output, as those with a router do, which goes into the loss.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.make = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shared = torch.tanh(self.make(x))
-        for block in self.blocks:
-            x = block(x, shared)
-        return self.head(x)
-
-
-class Scored(Block):
-    def forward(self, x: Tensor) -> Any:
-        y = super().forward(x)
-        return y, y[:, :8].exp()
-
-
-class Returns(Deep):
-    """Each block has a second output, as those with a router do, which goes into the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
         self.blocks = nn.ModuleList(Scored(self.lags) for _ in self.blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = []
+        shared, scores = torch.tanh(self.make(x)), []
         for block in self.blocks:
-            x, score = block(x)
+            x, score = block(x, shared)
             scores.append(score)
         return torch.cat([self.head(x), *scores], dim=1)
 
 
 @pytest.mark.slots(4)
-@pytest.mark.parametrize("make", [Shares, Returns])
-def test_gradients_that_reach_all_units_do_not_keep_them_full(make, slots, root, monkeypatch):
+def test_gradients_that_reach_all_units_do_not_keep_them_full(slots, root, monkeypatch):
     """That of a shared tensor is complete only when the backward of the first unit has run."""
     monkeypatch.setattr(backward, "_PATIENCE", 30.0)
     before = allocated(slots)
-    training = Training(slots, make())
+    training = Training(slots, Scores())
     before[0] += training.x.nbytes
     for _ in range(2):
         training.step()

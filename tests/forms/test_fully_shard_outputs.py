@@ -66,20 +66,6 @@ class Gives(nn.Module):
         return self.function(self.weight)
 
 
-class Around(nn.Module):
-    """Holds a unit."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.linear = inner, nn.Linear(WIDTH, 1)
-
-    def units(self) -> list[Any]:
-        return [self.inner]
-
-    def forward(self, x: Tensor) -> Any:
-        return self.inner(x)
-
-
 OF_PARAMETERS: dict[str, Any] = {
     "one": lambda weight: weight,
     "a view": lambda weight: weight[1:],
@@ -98,7 +84,7 @@ def test_parameters_that_are_outputs_keep_their_values(kind, below, mode, slots)
 
     def build() -> Any:
         gives = Gives(OF_PARAMETERS[kind])
-        return Around(gives) if below else gives
+        return Chain(gives, own=0) if below else gives
 
     several, one = (on_device(seeded(build), slots[0]) for _ in range(2))
     sharded(several, slots)

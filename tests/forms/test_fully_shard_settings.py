@@ -11,28 +11,13 @@ from dataparallel import comm
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from made_units import recorded_gathers
+from sharded_chains import Chain, Layer
 from sharded_steps import gradients, on_device, sharded
 
-WIDTH = 16
 
-
-class Model(nn.Module):
-    """An embedding and layers, all of them units, and a layer of the model's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.last = nn.Linear(WIDTH, 3)
-
-    def units(self) -> list[nn.Module]:
-        return [self.embedding, *self.layers]
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.last(x)
+def build() -> Chain:
+    """An embedding and layers, all of them units."""
+    return Chain(nn.Embedding(7, 6), Layer(), Layer(), Layer(), own=0)
 
 
 def tokens(slots: list, seed: int = 0) -> Tensor:
@@ -40,12 +25,12 @@ def tokens(slots: list, seed: int = 0) -> Tensor:
     return (x * 10).long().remainder(7).to(slots[0])
 
 
-def make(slots: list, **options: Any) -> Any:
-    return sharded(on_device(seeded(Model), slots[0]), slots, **options)
+def make(slots: list) -> Any:
+    return sharded(on_device(seeded(build), slots[0]), slots)
 
 
 def twin_of(slots: list) -> Any:
-    return on_device(seeded(Model), slots[0])
+    return on_device(seeded(build), slots[0])
 
 
 def backward(model: Any, slots: list, seed: int = 0) -> None:
@@ -99,7 +84,7 @@ class TestPostOptimEvent:
 def test_a_unit_is_gathered_in_backward_unless_it_needs_no_weights(unshards, slots, monkeypatch):
     gathered = recorded_gathers(monkeypatch)
     model, twin = make(slots), twin_of(slots)
-    model.embedding.set_unshard_in_backward(unshards)
+    model.layers[0].set_unshard_in_backward(unshards)
     loss = mean_square_loss(model(tokens(slots)))
     gathered.clear()
     loss.backward()
