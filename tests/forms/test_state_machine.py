@@ -170,8 +170,8 @@ MODULE_HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "forward, always": lambda m: m.register_forward_hook(
         lambda module, args, y: None if y is None else y * 0.9, always_call=True
     ),
-    "full backward pre": lambda m: m.register_full_backward_pre_hook(lambda module, outputs: scaled(2, *outputs)),
-    "full backward": lambda m: m.register_full_backward_hook(lambda module, inputs, outputs: scaled(2, *inputs)),
+    "full backward pre": lambda m: m.register_full_backward_pre_hook(lambda module, outputs: scaled(0.5, *outputs)),
+    "full backward": lambda m: m.register_full_backward_hook(lambda module, inputs, outputs: scaled(0.5, *inputs)),
 }
 """What they return counts. They are on the net, on a unit, on a layer of a unit or of the net."""
 
@@ -417,7 +417,7 @@ class Steps(RuleBasedStateMachine):
         assert found.requires_grad == expected.requires_grad
         if found.requires_grad:
             for tensor in (found, expected, *(leaf for leaf in leaves if leaf.requires_grad)):
-                tensor.register_hook(lambda gradient: gradient * 1.5)
+                tensor.register_hook(lambda gradient: gradient * 0.75)
             losses = [loss_of(each[: 1 if of_some else None]) for each in (found, expected)]
             parameters = [self.parameters.values(), [*self.twin.parameters()]]
             losses = [*map(self.penalised, losses, leaves, parameters, [penalty] * 2)]
