@@ -170,24 +170,17 @@ class Awkward(nn.Module):
         return self.last(torch.tanh(self.choice["used"](self.strange(y))))
 
 
-class Scaled(nn.Module):
+class Scaled(nn.Sequential):
     """Two parameters that may be ignored: slots read them from the device where they are."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 6)
-        self.inner_scale = nn.Parameter(torch.randn(6))
-        self.first = Multiplied()
-        self.scale = nn.Parameter(torch.randn(6))
+        super().__init__(Multiplied(), Multiplied())
 
     def units(self) -> Units:
-        return [self.inner, self.first]
+        return [self[0]]
 
     def ignored(self) -> list[nn.Parameter]:
-        return [self.scale, self.first.scale]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.first(self.inner(x) * self.inner_scale) * self.scale.to(x.device)
+        return [each.scale for each in self]
 
 
 class Multiplied(nn.Module):

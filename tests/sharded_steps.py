@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -141,27 +140,6 @@ def the_last_summed(model: nn.Module, take: Take, loss: Loss) -> list[Tensor]:
     return [*first, *one_backward(model, take, loss)]
 
 
-def the_last_summed_by_flag(model: nn.Module, take: Take, loss: Loss) -> list[Tensor]:
-    values = []
-    for is_last in (False, False, True):
-        if hasattr(model, "set_requires_gradient_sync"):
-            model.set_requires_gradient_sync(is_last)
-        if hasattr(model, "set_is_last_backward"):
-            model.set_is_last_backward(is_last)
-        values += one_backward(model, take, loss)
-    return values
-
-
-def unsharded_between(model: nn.Module, take: Take, loss: Loss) -> list[Tensor]:
-    """Units stay unsharded until the last backward of the step."""
-    values = []
-    for is_last in (False, False, True):
-        if hasattr(model, "set_reshard_after_backward"):
-            model.set_reshard_after_backward(is_last)
-        values += one_backward(model, take, loss)
-    return values
-
-
 def first_forward_first(model: nn.Module, take: Take, loss: Loss) -> list[Tensor]:
     values = [forward(model, take, loss) for _ in range(2)]
     for value in values:
@@ -188,15 +166,11 @@ LOOPS: dict[str, Loop] = {
         one_backward,
         each_summed,
         the_last_summed,
-        the_last_summed_by_flag,
-        unsharded_between,
         first_forward_first,
         last_forward_first,
         two_forwards_together,
     )
 }
-
-several_loops = pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
 
 
 @dataclass
@@ -252,7 +226,6 @@ def assert_same_training(
     *,
     loop: Loop = one_backward,
     steps: int = 3,
-    optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = adamw,
     afterwards: Callable[[nn.Module], None] = lambda model: None,
     ignored: bool = False,
     **options: Any,
@@ -270,9 +243,9 @@ def assert_same_training(
     sharded(several, slots, ignored_params=kept, **options)
     afterwards(several)
     assert_all_sharded(several, kept)
-    ours = train(several, batches_of(model, slots), optimizer, steps, loop=loop)
+    ours = train(several, batches_of(model, slots), steps=steps, loop=loop)
     assert_all_sharded(several, kept)
-    theirs = train(one, batches_of(model, slots), optimizer, steps, loop=loop)
+    theirs = train(one, batches_of(model, slots), steps=steps, loop=loop)
     assert_same(ours, theirs)
 
 

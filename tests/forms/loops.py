@@ -1,4 +1,4 @@
-"""Runs one training loop with modules in a composable form and with plain ones, and compares the results."""
+"""Runs one training loop with replicated modules and with plain ones, and compares the results."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -6,51 +6,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from dataparallel.composable import fully_shard, replicate
+from dataparallel.composable import replicate
 from dataparallel.testing.steps import assert_equal, detached
-from each_form import whole
 
 SMALL = {"first_bucket_mb": 64 / 2**20, "bucket_cap_mb": 600 / 2**20}
 """Sizes of buckets that hold a few parameters of the tests' small models."""
 
 
-def assert_same_loop(
-    loop: Callable[..., Any], slots: Sequence[Any], *builds: Callable[[], nn.Module], form: str = "replicate"
-) -> None:
-    """Asserts that ``loop``, called with a module for each builder, leaves those of a form as it leaves plain ones.
+def assert_same_loop(loop: Callable[..., Any], slots: Sequence[Any], *builds: Callable[[], nn.Module]) -> None:
+    """Asserts that ``loop``, called with a module for each builder, leaves replicated ones as it leaves plain ones.
 
     Compared are what the loop returns, the state dicts, and the gradients that are there at its end.
     """
     both = []
     for has_form in (True, False):
         modules = [build().to(torch.device(slots[0])) for build in builds]
-        if has_form:
-            modules = [FORMS[form](module, slots) for module in modules]
+        for module in modules if has_form else ():
+            replicate(module, devices=slots, **SMALL)
         returned = loop(*modules)
-        both.append([detached(tree_map(whole, returned)), [left_behind(module) for module in modules]])
+        both.append([detached(returned), [left_behind(module) for module in modules]])
     assert_equal(*both, "loop", atol=1e-9)
-
-
-def in_small_buckets(module: nn.Module, slots: Sequence[Any]) -> nn.Module:
-    return replicate(module, devices=slots, **SMALL)
-
-
-def in_units(module: nn.Module, slots: Sequence[Any]) -> nn.Module:
-    """`fully_shard`, of what the module says are its units, and of the module."""
-    for unit in module.units() if hasattr(module, "units") else ():
-        fully_shard(unit, devices=slots)
-    return fully_shard(module, devices=slots)
-
-
-FORMS: dict[str, Callable[..., nn.Module]] = {"replicate": in_small_buckets, "fully_shard": in_units}
 
 
 def left_behind(module: nn.Module) -> list[Any]:
     """The module's values and gradients."""
-    gradients = {name: detached(whole(parameter.grad)) for name, parameter in module.named_parameters()}
-    return [detached({name: whole(value) for name, value in module.state_dict().items()}), gradients]
+    return [detached(module.state_dict()), {name: detached(each.grad) for name, each in module.named_parameters()}]
 
 
 def waits(module: nn.Module) -> AbstractContextManager[Any]:

@@ -8,7 +8,6 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from each_form import by_wrapper, replicated
@@ -43,26 +42,6 @@ def model(root):
 @pytest.fixture
 def x(root):
     return torch.randn(5, 2, dtype=torch.float64, device=root, requires_grad=True)
-
-
-def put(model, parameters) -> None:
-    """Makes the model compute with these tensors, leaves or not."""
-    places = [(layer, name) for layer in (model.first, model.second) for name in ("weight", "bias")]
-    for (layer, name), parameter in zip(places, parameters, strict=True):
-        layer._parameters[name] = parameter
-
-
-@pytest.mark.slots(2, long=[3, 8])
-def test_gradcheck_and_gradgradcheck_for_inputs_and_parameters(model, form, slots, x):
-    wrapped = form(model, slots)
-    parameters = [p.detach().clone().requires_grad_() for p in list(model.parameters())[2:]]
-
-    def call(x, *parameters):
-        put(model, parameters)
-        return wrapped(x)
-
-    assert gradcheck(call, (x, *parameters))
-    assert gradgradcheck(call, (x, *parameters))
 
 
 def test_hooks_on_a_parameter_that_no_replica_has_used_stay_silent(model, form, slots, x):

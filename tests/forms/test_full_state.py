@@ -163,7 +163,8 @@ class TestWhatIsSaved:
         assert [*found] == [*expected]
         assert "scratch" not in found
         assert found._metadata == expected._metadata
-        assert found.pop("_extra_state")["seen"] == expected.pop("_extra_state")["seen"] == 3
+        other_values(several)  # it shares no memory with the model
+        several.extra["weights"][0].zero_()
         assert_equal(dict(found), whole(dict(expected)), "state", atol=0)
         assert found["first.weight"] is found["second.weight"]
 
@@ -175,14 +176,6 @@ class TestWhatIsSaved:
         leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(saved) if isinstance(leaf, Tensor)]
         assert {(type(leaf), leaf.device.type, leaf.requires_grad) for leaf in leaves} == {(Tensor, "cpu", False)}
         assert saved[0]["_extra_state"]["weights"][0].device.type == "cpu"
-
-    def test_shares_no_memory_with_the_model(self, slots: list, root: torch.device) -> None:
-        several = sharded(kept(root), slots)
-        saved = fully_shard.full_state_dict(several)
-        before = copy.deepcopy(saved)
-        other_values(several)
-        several.extra["weights"][0].zero_()
-        assert_equal(dict(saved), dict(before), "saved", atol=0)
 
     def test_of_parameters_of_all_kinds(self, slots: list, root: torch.device) -> None:
         """0-dim, empty, transposed, of other dtypes; and the counters of a 0-dim one, which have its shape."""
@@ -349,7 +342,6 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], type[Exception], str]] = {
         "no values for 'position': they are on the meta device",
     ),
     "a number": (with_value("position", 3), ValueError, "'position' is no tensor, but of type int"),
-    "None": (with_value("position", None), ValueError, "'position' is no tensor, but of type NoneType"),
     "a sparse tensor": (
         with_value("position", torch.ones(6, 8).to_sparse()),
         ValueError,
@@ -360,7 +352,6 @@ WRONG: dict[str, tuple[Callable[[Any, Any], Any], type[Exception], str]] = {
         ValueError,
         r"'exp_avg' of parameter 1 has the shape \(2, 2\), and \(.*\) in the optimizer",
     ),
-    "an optimizer's number": (with_optimizers_value(3), ValueError, "'exp_avg' of parameter 1 is no tensor"),
     "no values of an optimizer": (
         with_optimizers_value(torch.ones(2, device="meta")),
         ValueError,

@@ -3,7 +3,7 @@
 import contextlib
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from dataparallel.testing.steps import assert_equal
 from machine_ranks import on_machines
 from sharded_machines import EACH_SPREAD, SPREADS, batches, batches_of_rank, mean_of, slots_of, spread, sum_of_squares
 from sharded_models import on_meta
-from sharded_steps import MODELS, Trained, assert_all_sharded, assert_same, on_device, sharded, train
+from sharded_steps import MODELS, on_device, sharded, train
 
 MODEL = "gpt"
 STEPS = 2
@@ -29,38 +29,26 @@ LIMIT = 20.0
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
-def resumed(model: nn.Module, saved: Any) -> torch.optim.Optimizer:
-    """An optimizer for the model, with the saved state of both, if there is one."""
+def go_on(model: nn.Module, number: int, folder: Path, samples: Iterator[Any], loss: Any, rank: int = 0) -> Any:
+    """Some steps from the state that was saved before, if there was any. The first machine saves the state."""
     optimizer = adamw(model.parameters())
-    if saved is not None:
-        fully_shard.load_full_state_dict(model, saved, optimizer)
-    return optimizer
-
-
-def load(path: Path | None) -> Any:
-    return None if path is None else torch.load(path, weights_only=True)
-
-
-def steps_of_rank(
-    rank: int, devices: list, way: str, begin: int, path: Path | None, to: Path, **options: Any
-) -> Trained:
-    """Some steps of one machine, from the state in one file to that in another one, which the first machine writes."""
-    model = sharded(on_device(MODELS[MODEL].build, devices[0]), devices, **spread(way), **options)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1.0 if path is not None else 0.0)  # other values, which the load replaces
-    optimizer = resumed(model, load(path))
-    ranks = distributed.get_world_size()
-    of_rank = islice(batches_of_rank(MODEL, rank, ranks, devices[0]), begin, None)
-    found = train(model, of_rank, optimizer, STEPS, loss=sum_of_squares)
+    if number:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)  # other values, which the load replaces
+        fully_shard.load_full_state_dict(model, torch.load(folder / f"{number}.pt", weights_only=True), optimizer)
+    train(model, islice(samples, number * STEPS, None), optimizer, STEPS, loss=loss)
     saved = fully_shard.full_state_dict(model, optimizer)
     assert_plain(saved)
     if rank == 0:
-        torch.save(saved, to)
-    if way != "hybrid":
-        assert_all_sharded(model)
-    found.losses = []
-    return found
+        torch.save(saved, folder / f"{number + 1}.pt")
+    return saved
+
+
+def go_on_over_machines(rank: int, devices: list, way: str, number: int, folder: Path) -> Any:
+    model = sharded(on_device(MODELS[MODEL].build, devices[0]), devices, **spread(way))
+    samples = batches_of_rank(MODEL, rank, distributed.get_world_size(), devices[0])
+    return go_on(model, number, folder, samples, sum_of_squares, rank)
 
 
 def assert_plain(saved: Any) -> None:
@@ -68,38 +56,21 @@ def assert_plain(saved: Any) -> None:
     assert {(type(leaf), leaf.device.type, leaf.requires_grad) for leaf in leaves} == {(Tensor, "cpu", False)}
 
 
-def steps_here(slots: list | None, ranks: int, begin: int, path: Path | None, to: Path) -> Trained:
-    """The same steps of one machine with all samples, on these slots or on one device."""
-    model = on_device(MODELS[MODEL].build, "cpu" if slots is None else slots[0])
-    if slots is not None:
-        sharded(model, slots)
-    optimizer = resumed(model, load(path))
-    found = train(model, islice(batches(MODEL, ranks), begin, None), optimizer, STEPS, loss=mean_of(ranks))
-    torch.save(fully_shard.full_state_dict(model, optimizer), to)
-    return found
-
-
 @EACH_SPREAD
 def test_training_moves_between_machines_and_devices(
     way: str, make_slots: Callable[[int], list], tmp_path: Path
 ) -> None:
     """From machines with two devices each to one with three, to one device, and to machines again."""
-    ranks = SPREADS[way][0]
-    slots = slots_of(way)
-    files = [tmp_path / f"{number}.pt" for number in range(4)]
-    moving = [on_machines(steps_of_rank, way, 0, None, files[0], ranks=ranks, slots=slots)]
-    moving += [[steps_here(make_slots(3), ranks, STEPS, files[0], files[1])]]
-    moving += [[steps_here(None, ranks, 2 * STEPS, files[1], files[2])]]
-    moving += [on_machines(steps_of_rank, way, 3 * STEPS, files[2], files[3], ranks=ranks, slots=slots)]
-    before = None
-    for number, all_found in enumerate(moving):
-        still = tmp_path / f"still {number}.pt"
-        expected = steps_here(None, ranks, number * STEPS, before, still)
-        before = still
-        for found in all_found:
-            assert_same(found, expected, losses=False)
-        for mine, theirs in zip(load(files[number]), load(still), strict=True):
-            assert_equal(dict(mine), dict(theirs), "state", atol=1e-9)
+    ranks, slots, few = SPREADS[way][0], slots_of(way), make_slots(3)
+    on_machines(go_on_over_machines, way, 0, tmp_path, ranks=ranks, slots=slots)
+    one, other = (on_device(MODELS[MODEL].build, "cpu") for _ in range(2))
+    for number, model in ((1, sharded(on_device(MODELS[MODEL].build, few[0]), few)), (2, other)):
+        go_on(model, number, tmp_path, batches(MODEL, ranks), mean_of(ranks))
+    optimizer = adamw(one.parameters())
+    train(one, batches(MODEL, ranks), optimizer, 4 * STEPS, loss=mean_of(ranks))
+    expected = fully_shard.full_state_dict(one, optimizer)
+    for found in on_machines(go_on_over_machines, way, 3, tmp_path, ranks=ranks, slots=slots):
+        assert_equal([*map(dict, found)], [*map(dict, expected)], "state", atol=1e-9)
 
 
 # ---- what is saved and loaded ----------------------------------------------------------------------------------------

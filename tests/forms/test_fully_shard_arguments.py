@@ -87,26 +87,14 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("arguments", "error", "message"),
         [
-            ({"dim": "0"}, TypeError, "dim='0': expected an int"),
             ({"mp_policy": None}, TypeError, "mp_policy=None: expected .*MixedPrecisionPolicy; import it from"),
-            (
-                {"offload_policy": True},
-                TypeError,
-                "offload_policy=True: expected .*OffloadPolicy; import it from",
-            ),
-            ({"ignored_params": ["0.weight"]}, TypeError, r"ignored_params\[0\]='0\.weight': expected a torch\.Tensor"),
-            (
-                {"reshard_after_forward": "yes"},
-                TypeError,
-                "reshard_after_forward='yes': expected True, False or an int above 1",
-            ),
-            ({"reshard_after_forward": 0}, ValueError, "forward=0: expected True, False or an int above 1"),
             ({"reshard_after_forward": 1}, ValueError, "=1: expected True, False or an int above 1, the slots"),
             ({"reshard_after_forward": 4}, ValueError, "=4 is the number of all slots; pass True for that"),
             ({"reshard_after_forward": 3}, ValueError, "=3: groups of 3 slots do not divide 4 slots.*possible: 2"),
         ],
     )
     def test_arguments(self, net, slots, arguments, error, message):
+        """Others are in tests/test_arguments."""
         before = [*map(id, net.parameters())]
         with pytest.raises(error, match=message):
             fully_shard(net, **{"devices": slots, **arguments})

@@ -1,6 +1,6 @@
 """Between calls other code finds the sharded parameters always, and what it writes reaches the next call."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,20 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from dataparallel.composable import fully_shard
-from dataparallel.sharded import ShardedTensor, distribute_tensor
 from dataparallel.testing.steps import assert_equal, mean_square_loss
-from sharded_chains import PLAIN, forward_backward
-from sharded_steps import assert_all_sharded, gradients, on_device, sharded, state, whole
+from sharded_chains import PLAIN, assert_same_results, forward_backward
+from sharded_steps import assert_all_sharded, gradients, on_device, sharded, whole
 
 pytestmark = pytest.mark.slots(4, long=[2])
 
 Pair = tuple[Any, Any]
 Write = Callable[[Any, Any], Any]
 """Writes new values to a parameter. Both are sharded in the same way."""
-
-
-def each_shard(parameter: Any, new: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(parameter.shards, new.shards, strict=True)
 
 
 SEEN: dict[str, Write] = {
@@ -31,45 +26,15 @@ SEEN: dict[str, Write] = {
 }
 
 
-def write(pair: Pair, how: Write, factor: float = 0.5) -> None:
-    several, one = pair
-    for parameter, plain in zip(several.parameters(), one.parameters(), strict=True):
-        new = distribute_tensor(plain.detach() * factor, parameter.devices, parameter.placement)
-        how(parameter, new)
-        plain.data.mul_(factor)
-
-
 def pair_with(slots: list, **options: Any) -> Pair:
     one = on_device(PLAIN.build, slots[0])
     return sharded(on_device(PLAIN.build, slots[0]), slots, **options), one
 
 
 def assert_alike(pair: Pair, x: Tensor) -> None:
-    """Asserts that both give the same outputs, and learn the same."""
-    with torch.no_grad():
-        assert_equal(*(whole(model(x)) for model in pair), "outputs", atol=1e-9)
     for model in pair:
         model.zero_grad()
-    assert_equal(*(whole(forward_backward(model, x)) for model in pair), "training", atol=1e-9)
-    assert_equal(*(gradients(model) for model in pair), "gradients", atol=1e-9)
-    assert_equal(*(state(model) for model in pair), "values", atol=1e-9)
-
-
-def test_a_hook_may_write_in_a_backward_that_leaves_units_full(slots, x):
-    pair = pair_with(slots)
-    pair[0].set_reshard_after_backward(False)
-
-    def step(parameter: Any) -> None:
-        parameter.data.add_(parameter.grad, alpha=-0.1)
-
-    for model in pair:
-        handles = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
-        for _ in range(3):
-            model.zero_grad()
-            forward_backward(model, x)
-        for handle in handles:
-            handle.remove()
-    assert_alike(pair, x)
+    assert_same_results(pair, lambda model: forward_backward(model, x))
 
 
 class TestWritesBetweenForwardAndBackward:
@@ -78,7 +43,9 @@ class TestWritesBetweenForwardAndBackward:
     def test_are_refused_wherever_the_values_are(self, how, reshard, slots, x):
         pair = pair_with(slots, reshard_after_forward=reshard)
         loss = mean_square_loss(pair[0](x))
-        write(pair, SEEN[how])
+        for parameter, plain in zip(pair[0].parameters(), pair[1].parameters(), strict=True):
+            SEEN[how](parameter, parameter.detach() * 0.5)
+            plain.data.mul_(0.5)
         with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
             loss.backward()
         pair[0].zero_grad()
@@ -128,20 +95,6 @@ class TestPartsThatAreCalledOutsideOfTheirUnit:
 
 
 class TestUnshard:
-    def test_shows_full_parameters_until_reshard(self, slots, x):
-        model, _ = pair_with(slots, reshard_after_forward=False)
-        layer, sharded_weight = model.layers[1].linear, model.layers[1].linear.weight
-        model(x)
-        assert layer.weight is sharded_weight
-        model.layers[1].unshard()
-        for _ in range(2):
-            assert not isinstance(layer.weight, ShardedTensor)
-            assert isinstance(model.layers[2].linear.weight, ShardedTensor)
-            with torch.no_grad():
-                model(x)
-        model.layers[1].reshard()
-        assert layer.weight is sharded_weight
-
     def test_ends_with_a_backward_that_leaves_units_full(self, slots, x):
         """So `clip_grad_norm_` sees the gradients, which are those of the sharded parameters."""
         pair = pair_with(slots)

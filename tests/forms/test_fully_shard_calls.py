@@ -1,9 +1,10 @@
-"""Calls, backwards, checkpoints, modes and hooks of a sharded model do what they do on one device."""
+"""Calls and backwards of a sharded model do what they do on one device, or say why not.
+
+What users do between them is drawn by test_state_machine.
+"""
 
 import gc
 import threading
-from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 import torch
@@ -17,77 +18,35 @@ from dataparallel.sharded.units.bindings import ModuleCall
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from freed_later import freed_later
-from sharded_chains import PLAIN, Chain, Layer, assert_same_results, chain, forward_backward
+from sharded_chains import PLAIN, Chain, Layer, assert_same_results, forward_backward
 from sharded_models import GPT
 from sharded_steps import (
-    LOOPS,
     MODELS,
     Model,
-    assert_same,
     assert_same_training,
     batches_of,
     gradients,
     on_device,
-    several_loops,
     sharded,
-    train,
     whole,
 )
 
 
-class TestUnits:
-    """What goes into a unit and what comes out of it."""
+def test_keyword_arguments_and_no_arguments_of_units(slots):
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.randn(6))
 
-    @dataclass
-    class Pair:
-        left: Tensor
-        right: Tensor
+        def forward(self, *, factor: Tensor | None = None) -> Tensor:
+            return self.rows.exp() if factor is None else self.rows * factor
 
-    OUTPUTS: ClassVar = {
-        "a tuple": (lambda y: (y, y.square()), lambda y: y[0] + y[1]),
-        "a dict": (lambda y: {"a": y, "b": {"c": [y.sin(), None, "text"]}}, lambda y: y["a"] * y["b"]["c"][0]),
-        "a dataclass": (lambda y: TestUnits.Pair(y, y.cos()), lambda y: y.left - y.right),
-        "views": (lambda y: y.chunk(2, dim=1), lambda y: torch.cat([y[1], y[0]], dim=1)),
-        "a view": (lambda y: y.t(), lambda y: y.t()),
-        "views, one unused": (lambda y: y.unbind(1), lambda y: torch.stack([y[0], *y[:5]], dim=1)),
-        "the input too": (lambda y: (y, y.detach()), lambda y: y[0] * y[1]),
-        "one without a graph": (lambda y: (y.detach(), y), lambda y: y[1] + y[0]),
-        "no gradient at all": (torch.detach, lambda y: y),
-    }
+    class Caller(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            first, table, other = self.layers
+            return other(factor=first(x)) * table()
 
-    @several_loops
-    @pytest.mark.parametrize("kind", OUTPUTS)
-    def test_outputs_are_of_any_kind(self, kind, loop, slots):
-        after, before = self.OUTPUTS[kind]
-        model = chain(Layer, lambda: Layer(after), lambda: Layer(after, before), lambda: Layer(before=before))
-        assert_same_training(model, slots, loop=LOOPS[loop], steps=2)
-
-    def test_keyword_arguments_and_no_arguments(self, slots):
-        class Table(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.rows = nn.Parameter(torch.randn(6))
-
-            def forward(self, *, factor: Tensor | None = None) -> Tensor:
-                return self.rows.exp() if factor is None else self.rows * factor
-
-        class Caller(Chain):
-            def forward(self, x: Tensor) -> Tensor:
-                first, table, other = self.layers
-                return other(factor=first(x)) * table()
-
-        assert_same_training(Model(seeded(lambda: Caller(Layer(), Table(), Table())), numbers(6)), slots)
-
-
-def test_a_sharded_part_of_a_plain_model(slots, root):
-    """Its optimizer has plain parameters and sharded ones."""
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 6), PLAIN.build(), nn.Tanh(), nn.Linear(6, 2))
-
-    several, one = (on_device(seeded(build), root) for _ in range(2))
-    sharded(several[1], slots)
-    assert_same(*(train(model, batches_of(PLAIN, slots)) for model in (several, one)))
+    assert_same_training(Model(seeded(lambda: Caller(Layer(), Table(), Table())), numbers(6)), slots)
 
 
 def test_a_call_that_ends_beside_another_leaves_the_sharded_parameters_to_those_that_begin(slots, root):
@@ -216,76 +175,20 @@ class TestBackward:
         assert_same_results(pair, lambda model: forward_backward(model, x))
 
 
-class TestModes:
-    def test_autocast(self, slots, root):
-        """Slots compute in the lower dtype as those of `replicate` do, also what they recompute."""
+def test_autocast(slots, root):
+    """Slots compute in the lower dtype as those of `replicate` do, also what they recompute."""
 
-        def build() -> nn.Module:
-            return seeded(GPT, "around")().float()
+    def build() -> nn.Module:
+        return seeded(GPT, "around")().float()
 
-        several, other = sharded(on_device(build, root), slots), replicate(on_device(build, root), devices=slots)
-        (tokens,), _ = next(batches_of(MODELS["gpt"], slots))
-        for model in (several, other):
-            with torch.autocast(root.type, dtype=torch.bfloat16):
-                output = model(tokens)
-            assert output.dtype is torch.bfloat16
-            mean_square_loss(output).backward()
-        assert_equal(gradients(several), gradients(other), "gradients", atol=1e-5)
-
-    def test_part_of_the_output_is_used(self, slots, pair, x):
-        """Some slots have no backward at all."""
-
-        def use(model):
-            model(x)[:1].square().sum().backward()
-
-        assert_same_results(pair, use)
-
-
-class TestHooks:
-    """They run as on one device. Hooks on units and below them run once for each slot, on its chunk."""
-
-    PLACES: ClassVar = {
-        "the model": lambda model: model,
-        "a unit": lambda model: model.layers[1],
-        "a layer of a unit": lambda model: model.layers[1].linear,
-        "a layer of the model": lambda model: model.layers[0].linear,
-    }
-
-    HOOKS: ClassVar = {
-        "forward pre": lambda m: m.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
-        "forward pre with keywords": lambda m: m.register_forward_pre_hook(
-            lambda module, args, kwargs: ((args[0].sin(),), kwargs), with_kwargs=True
-        ),
-        "forward": lambda m: m.register_forward_hook(lambda module, args, output: output * 3 + args[0].sum(1)[:, None]),
-        "forward, always": lambda m: m.register_forward_hook(lambda module, args, y: y.exp(), always_call=True),
-        "full backward pre": lambda m: m.register_full_backward_pre_hook(lambda module, gradients: (gradients[0] * 2,)),
-        "full backward": lambda m: m.register_full_backward_hook(
-            lambda module, inputs, outputs: (inputs[0] + outputs[0],)
-        ),
-    }
-
-    @pytest.mark.parametrize("place", PLACES)
-    @pytest.mark.parametrize("kind", HOOKS)
-    def test_what_they_return_counts(self, kind, place, slots, pair, x):
-        for model in pair:
-            self.HOOKS[kind](self.PLACES[place](model))
-
-        def use(model):
-            return [forward_backward(model, x) for _ in range(2)]
-
-        assert_same_results(pair, use)
-
-    def test_tensor_hooks_on_the_input_and_the_output_of_the_model(self, slots, pair, x):
-        def use(model):
-            leaf = x.clone().requires_grad_()
-            leaf.register_hook(lambda gradient: gradient * 3)
-            output = model(leaf)
-            output.register_hook(lambda gradient: gradient.sin())
-            output.retain_grad()
-            mean_square_loss(output).backward()
-            return [leaf.grad, output.grad]
-
-        assert_same_results(pair, use)
+    several, other = sharded(on_device(build, root), slots), replicate(on_device(build, root), devices=slots)
+    (tokens,), _ = next(batches_of(MODELS["gpt"], slots))
+    for model in (several, other):
+        with torch.autocast(root.type, dtype=torch.bfloat16):
+            output = model(tokens)
+        assert output.dtype is torch.bfloat16
+        mean_square_loss(output).backward()
+    assert_equal(gradients(several), gradients(other), "gradients", atol=1e-5)
 
 
 class TestHooksOnParameters:

@@ -1,7 +1,4 @@
-"""Compiled units: they train as on one device, and are compiled once for each device.
-
-The short tests run small models by backends that generate no code.
-"""
+"""Compiled units: they train as on one device, and are compiled once for each device."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +14,6 @@ from dataparallel.composable import FullyShardedModule, fully_shard
 from dataparallel.testing.cases import adamw, numbers, seeded
 from sharded_chains import Chain, Layer
 from sharded_steps import (
-    MODELS,
     Model,
     Trained,
     assert_all_sharded,
@@ -32,60 +28,33 @@ Way = Callable[[Any, Sequence[Any], dict[str, Any]], nn.Module]
 """Compiles and shards a model. The options are those of ``torch.compile``."""
 
 
-def shard(model: Any, slots: Sequence[Any], of_units: Any = None, of_model: Any = None) -> Any:
-    """With the argument ``compile`` of the units and of the model."""
-    for unit in model.units():
-        fully_shard(unit, devices=slots, compile=of_units)
-    return fully_shard(model, devices=slots, compile=of_model)
-
-
-def compile_units(model: Any, how: dict[str, Any]) -> None:
-    for unit in model.units():
-        for module in unit if isinstance(unit, list) else [unit]:
-            module.compile(**how)
-
-
-def units_before(model: Any, slots: Sequence[Any], how: dict[str, Any]) -> nn.Module:
-    compile_units(model, how)
-    return shard(model, slots)
-
-
 def units_after(model: Any, slots: Sequence[Any], how: dict[str, Any]) -> nn.Module:
-    shard(model, slots)
-    compile_units(model, how)
+    sharded(model, slots)
+    for unit in model.units():
+        unit.compile(**how)
     return model
 
 
 def wrapped_units_before(model: Any, slots: Sequence[Any], how: dict[str, Any]) -> nn.Module:
     """``torch.compile(unit)``, which replaces the unit in the model."""
     model.layers = nn.ModuleList([*model.layers[: model.own], *(torch.compile(unit, **how) for unit in model.units())])
-    return shard(model, slots)
-
-
-def whole_before(model: Any, slots: Sequence[Any], how: dict[str, Any]) -> nn.Module:
-    model.compile(**how)
-    return shard(model, slots)
+    return sharded(model, slots)
 
 
 def whole_after(model: Any, slots: Sequence[Any], how: dict[str, Any]) -> nn.Module:
-    shard(model, slots)
+    sharded(model, slots)
     model.compile(**how)
     return model
 
 
 def argument_of_units(model: Any, slots: Sequence[Any], how: dict[str, Any]) -> nn.Module:
-    return shard(model, slots, of_units=how)
+    for unit in model.units():
+        fully_shard(unit, devices=slots, compile=how)
+    return fully_shard(model, devices=slots)
 
 
-def argument_of_model(model: Any, slots: Sequence[Any], how: dict[str, Any]) -> nn.Module:
-    return shard(model, slots, of_model=how)
-
-
-OF_UNITS: list[Way] = [units_before, units_after, wrapped_units_before, argument_of_units]
-"""Ways in which each unit is compiled by itself."""
-
-OF_THE_MODEL: list[Way] = [whole_before, whole_after, argument_of_model]
-"""Ways in which the model is compiled."""
+OF_UNITS: list[Way] = [units_after, wrapped_units_before, argument_of_units]
+"""Ways in which each unit is compiled by itself. Others are in replicas/compiled/test_matrix, with Inductor."""
 
 
 def unwrapped(trained: Trained) -> Trained:
@@ -95,22 +64,6 @@ def unwrapped(trained: Trained) -> Trained:
         return {name.replace("_orig_mod.", ""): value for name, value in table.items()}
 
     return replace(trained, gradients=[*map(plain, trained.gradients)], state=plain(trained.state))
-
-
-def assert_same_compiled(way: Way, model: Model, slots: Sequence[Any], backend: str, atol: float = 1e-9) -> None:
-    """Asserts that a sharded model with compiled units trains as its twin does on one device.
-
-    Something is compiled, and nothing may run as it is because it could not be compiled.
-    """
-    several, one = on_device(model.build, slots[0]), on_device(model.build, slots[0])
-    before = counts()
-    several = way(several, slots, {"backend": backend})
-    ours = train(several, batches_of(model, slots))
-    assert_all_sharded(several)
-    assert_same(unwrapped(ours), train(one, batches_of(model, slots)), atol=atol)
-    found = counts() - before
-    assert found.total > 0
-    assert not found.eager, f"{dict(found.eager)} frames could not be compiled"
 
 
 CHAIN = Model(seeded(lambda: Chain(Layer(), Layer(), Layer())), numbers(6))
@@ -124,10 +77,21 @@ def devices(slots: list) -> int:
 
 
 @pytest.mark.slots(2, long=[3, 8])
-@pytest.mark.parametrize("way", OF_UNITS + OF_THE_MODEL)
+@pytest.mark.parametrize("way", [*OF_UNITS, whole_after])
 def test_each_way_trains_as_one_device_does(way, slots):
-    """In batches that divide evenly among the slots, that do not, and that leave slots without samples."""
-    assert_same_compiled(way, CHAIN, slots, "aot_eager")
+    """In batches that divide evenly among the slots, that do not, and that leave slots without samples.
+
+    Something is compiled, and nothing may run as it is because it could not be compiled.
+    """
+    several, one = on_device(CHAIN.build, slots[0]), on_device(CHAIN.build, slots[0])
+    before = counts()
+    several = way(several, slots, {"backend": "aot_eager"})
+    ours = train(several, batches_of(CHAIN, slots))
+    assert_all_sharded(several)
+    assert_same(unwrapped(ours), train(one, batches_of(CHAIN, slots)))
+    found = counts() - before
+    assert found.total > 0
+    assert not found.eager, f"{dict(found.eager)} frames could not be compiled"
 
 
 class TestCompilations:
@@ -148,8 +112,7 @@ class TestCompilations:
         assert not found.eager
 
     @pytest.mark.slots(3)
-    @pytest.mark.parametrize("way", OF_THE_MODEL)
-    def test_no_graph_has_two_units(self, way, slots, root):
+    def test_no_graph_has_two_units(self, slots, root):
         """The model is divided into its own layer and its units: two graphs, as the two units share one."""
         seen: list[int] = []
 
@@ -157,7 +120,7 @@ class TestCompilations:
             seen.append(sum(isinstance(value, Tensor) for value in inputs))
             return graph
 
-        model = way(on_device(CHAIN.build, root), slots, {"backend": backend, "fullgraph": True})
+        model = whole_after(on_device(CHAIN.build, root), slots, {"backend": backend, "fullgraph": True})
         model(numbers(6)(2 * len(slots), 0)[0][0].to(root)).sum().backward()
         assert seen == [3] * 2 * devices(slots)  # a weight, a bias and the batch
 
@@ -176,15 +139,6 @@ class TestCompilations:
 
 
 class TestErrors:
-    @pytest.mark.slots(2)
-    def test_the_argument_is_true_or_a_dict(self, slots):
-        module = nn.Linear(2, 2)
-        with pytest.raises(TypeError, match=r"compile=.*: expected True, False, a dict or None"):
-            fully_shard(module, devices=slots, compile="inductor")
-        with pytest.raises(TypeError, match="'backends' is none of backend, mode"):
-            fully_shard(module, devices=slots, compile={"backends": "eager"})
-        assert not isinstance(module, FullyShardedModule)
-
     @pytest.mark.slots(2)
     def test_what_is_compiled_takes_no_argument(self, slots):
         module = nn.Linear(2, 2)
@@ -212,13 +166,3 @@ def test_without_devices_the_module_itself_is_compiled(monkeypatch):
     module: Any = fully_shard(nn.Linear(6, 6), compile={"backend": lambda graph, inputs: graphs.append(graph) or graph})
     module(torch.ones(2, 6))
     assert len(graphs) == 1
-
-
-@pytest.mark.long
-@pytest.mark.watchdog(1200)
-@pytest.mark.slots(2, 3, 8)
-@pytest.mark.parametrize("model", MODELS)
-def test_each_model(model, slots):
-    """By Inductor, which adds up in another order, on CPU slots."""
-    backend, atol = ("inductor", 1e-7) if torch.device(slots[0]).type == "cpu" else ("aot_eager", 1e-9)
-    assert_same_compiled(units_before, MODELS[model], slots, backend, atol)

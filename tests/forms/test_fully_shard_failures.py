@@ -15,32 +15,19 @@ from loops import wait_for_the_engine
 from torch import Tensor, nn
 
 from dataparallel.composable import fully_shard
-from dataparallel.testing.cases import adamw, numbers, seeded
+from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from fragile import MARK, Fragile, raises
 from memory import live_objects
-from sharded_steps import assert_all_sharded, gradients, no_sync, on_device, sharded, whole
+from sharded_chains import Chain
+from sharded_steps import assert_all_sharded, gradients, no_sync, on_device, sharded
 
 WIDTH = 16
 
 
-class Net(nn.Module):
+def build() -> Any:
     """Four units. The last column of a batch goes through all layers: it says on which slot a layer fails."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Fragile(WIDTH) for _ in range(4))
-        self.last = nn.Linear(WIDTH, 3)
-
-    def units(self) -> list[nn.Module]:
-        return [*self.layers]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.first(x)) + x
-        for layer in self.layers:
-            y = layer(y)
-        return self.last(y.clamp(-10, 10))
+    return Chain(*(Fragile(WIDTH) for _ in range(5)))
 
 
 def batch(slots: list, seed: int, *, marked: int | None = None) -> Tensor:
@@ -52,74 +39,76 @@ def batch(slots: list, seed: int, *, marked: int | None = None) -> Tensor:
 
 
 class Training:
-    """A sharded model and its twin on one device, and their optimizers, some steps old."""
+    """A sharded model, after some steps, and its twin on one device."""
 
-    def __init__(self, slots: list, **options: Any) -> None:
-        build = seeded(Net)
+    def __init__(self, slots: list) -> None:
         self.slots = slots
-        self.model = sharded(on_device(build, slots[0]), slots, **options)
-        self.twin = on_device(build, slots[0])
-        self.optimizers = {each: adamw(each.parameters()) for each in (self.model, self.twin)}
+        self.model, self.twin = (on_device(seeded(build), slots[0]) for _ in range(2))
+        sharded(self.model, slots)
         self.seed = itertools.count()
         for _ in range(3):
-            self.step()
-
-    def step(self) -> None:
-        """A step of the sharded model."""
-        self._step(batch(self.slots, next(self.seed)))
-        self.optimizers[self.model].zero_grad()
-
-    def copy_values(self) -> None:
-        """The twin gets the sharded model's values."""
-        with torch.no_grad():
-            for ours, theirs in zip(self.model.parameters(), self.twin.parameters(), strict=True):
-                theirs.copy_(whole(ours))
+            self.compare()
 
     def compare(self) -> None:
-        """A step of both, from the sharded model's values. The gradients are the same."""
-        self.copy_values()
+        """A step of both. The gradients are the same."""
         x = batch(self.slots, next(self.seed))
         for each in (self.model, self.twin):
-            self._run(each, x)
+            self.run(each, x)
         assert_equal(gradients(self.model), gradients(self.twin), "gradients", atol=1e-9)
-        self.optimizers[self.model].step()
-        for optimizer in self.optimizers.values():
-            optimizer.zero_grad()
-
-    def _step(self, x: Tensor) -> None:
-        self._run(self.model, x)
-        self.optimizers[self.model].step()
+        with torch.no_grad():
+            for parameter in (*self.model.parameters(), *self.twin.parameters()):
+                parameter.sub_(parameter.grad, alpha=0.01)
+                parameter.grad = None
 
     @staticmethod
-    def _run(model: nn.Module, x: Tensor) -> None:
+    def run(model: nn.Module, x: Tensor) -> None:
         mean_square_loss(model(x)).backward()
+
+
+class Held:
+    """A thread of a failing backward that stays where it calls `stay`, until ``released`` is set."""
+
+    def __init__(self) -> None:
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def stay(self, *_: Any) -> None:
+        self.begun.set()
+        assert self.released.wait(60)
+
+    def fail(self, gradient: Tensor) -> None:
+        assert self.begun.wait(60)
+        raises(gradient)
+
+    def failing(self, model: nn.Module, x: Tensor, at: nn.Module | None = None, device: Any = None) -> Tensor:
+        """A loss. The thread that calls its backward raises while the other one stays: it computes on the CPU itself.
+
+        With ``at`` that one is the thread of ``device``, behind that module.
+        """
+        here = torch.device(device or "cpu")
+
+        def hooked(module: nn.Module, inputs: object, output: Tensor) -> None:
+            output.register_hook(lambda gradient: self.stay() if gradient.device == here else None)
+
+        handle = (at or nn.Identity()).register_forward_hook(hooked)
+        on_cpu = torch.ones((), requires_grad=True)
+        on_cpu.register_hook(self.fail)
+        loss = mean_square_loss(model(x)) + (on_cpu * on_cpu).to(x.device)
+        handle.remove()
+        return loss
 
 
 @pytest.mark.slots(3)
 @pytest.mark.devices("sim", "cuda")
 def test_gradients_zeroed_after_a_failed_backward_stay_so_though_a_thread_of_it_still_sums(slots):
-    """The thread that calls backward raises while others still run if it computes on the CPU itself."""
-    training = Training(slots)
-    model, layer = training.model, training.model.layers[3]
-    begun, released = threading.Event(), threading.Event()
-    on_cpu = torch.ones((), requires_grad=True)
-
-    def wait_in_sum(part: Tensor) -> None:
-        begun.set()
-        assert released.wait(20)
-
-    def fail_then(gradient: Tensor) -> None:
-        assert begun.wait(20)
-        raise ArithmeticError("while a slot sums")
-
-    layer.set_all_reduce_hook(wait_in_sum)
-    on_cpu.register_hook(fail_then)
-    loss = mean_square_loss(model(batch(slots, next(training.seed)))) + (on_cpu * on_cpu).to(slots[0])
-    with pytest.raises(ArithmeticError, match="while a slot sums"):
+    training, held = Training(slots), Held()
+    model, layer = training.model, training.model.units()[3]
+    layer.set_all_reduce_hook(held.stay)
+    loss = held.failing(model, batch(slots, next(training.seed)))
+    with pytest.raises(ArithmeticError):
         loss.backward()
-    training.optimizers[model].zero_grad()
+    model.zero_grad()
     layer.set_all_reduce_hook(lambda part: None)
-    released.set()
+    held.released.set()
     training.compare()
 
 
@@ -129,31 +118,16 @@ def test_gradients_zeroed_after_a_failed_backward_stay_so_though_a_thread_of_it_
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_that_waited_and_are_zeroed_while_a_failed_backward_runs_on_are_gone(quietly, set_to_none, slots):
     """They belong to the `.grad` from before that backward, though it ends after the user has zeroed that."""
-    training = Training(slots)
+    training, held = Training(slots), Held()
     model = training.model
     with no_sync(model):
-        training._run(model, batch(slots, next(training.seed)))
-    begun, released = threading.Event(), threading.Event()
-    on_cpu = torch.ones((), requires_grad=True)
-
-    def wait(gradient: Tensor) -> None:
-        if gradient.device == torch.device(slots[1]):
-            begun.set()
-            assert released.wait(20)
-
-    def fail_then(gradient: Tensor) -> None:  # in the thread that has called backward
-        assert begun.wait(20)
-        raise ArithmeticError("while a slot is in backward")
-
-    handle = model.layers[1].register_forward_hook(lambda module, inputs, output: output.register_hook(wait) and None)
-    on_cpu.register_hook(fail_then)
+        training.run(model, batch(slots, next(training.seed)))
     with no_sync(model) if quietly else nullcontext():
-        loss = mean_square_loss(model(batch(slots, next(training.seed)))) + (on_cpu * on_cpu).to(slots[0])
-        handle.remove()
-        with pytest.raises(ArithmeticError, match="while a slot is in backward"):
+        loss = held.failing(model, batch(slots, next(training.seed)), model.units()[1], slots[1])
+        with pytest.raises(ArithmeticError):
             loss.backward()
-    training.optimizers[model].zero_grad(set_to_none)
-    released.set()
+    model.zero_grad(set_to_none)
+    held.released.set()
     training.compare()
 
 
@@ -163,18 +137,18 @@ def test_gradients_that_waited_are_gone_when_they_are_zeroed_after_the_sums_have
     training = Training(slots)
     model = training.model
     with no_sync(model):
-        training._run(model, batch(slots, next(training.seed)))
+        training.run(model, batch(slots, next(training.seed)))
     calls = itertools.count()
 
     def refuse_what_waited(part: Tensor) -> None:  # two owners have summed what the one slot has delivered
         if next(calls) >= 2:
             raise ArithmeticError("in the sum of what waited")
 
-    model.layers[3].set_all_reduce_hook(refuse_what_waited)
+    model.units()[3].set_all_reduce_hook(refuse_what_waited)
     with pytest.raises(ArithmeticError, match="of what waited"):
-        training._run(model, batch(slots, next(training.seed))[:1])
-    model.layers[3].set_all_reduce_hook(lambda part: None)
-    training.optimizers[model].zero_grad()
+        training.run(model, batch(slots, next(training.seed))[:1])
+    model.units()[3].set_all_reduce_hook(lambda part: None)
+    model.zero_grad()
     training.compare()
 
 
@@ -184,25 +158,24 @@ def test_gradients_that_wait_on_the_slots_outlive_a_failed_backward(layer, slots
     """Like `.grad` on one device they have gradients of the failed pass added, where it came so far, or not."""
     training = Training(slots)
     model, twin = training.model, training.twin
-    training.copy_values()
     kept, failing, last = batch(slots, 200), batch(slots, 201, marked=1), batch(slots, 202)
     with no_sync(model):
-        training._run(model, kept)
-    model.layers[layer].fails[0] = "hook"
+        training.run(model, kept)
+    model.units()[layer].fails[0] = "hook"
     with pytest.raises(ArithmeticError):
-        training._run(model, failing)
-    model.layers[layer].fails[0] = ""
-    training._run(model, last)
+        training.run(model, failing)
+    model.units()[layer].fails[0] = ""
+    training.run(model, last)
     without, added = {}, {}
     for found, batches in ((without, (kept, last)), (added, (kept, failing, last))):
         for each in batches:
-            training._run(twin, each)
+            training.run(twin, each)
         found.update(gradients(twin))
         twin.zero_grad()
     for name, gradient in gradients(model).items():
         expected = [each[name] for each in (without, added)]
         assert any(torch.allclose(gradient, each, rtol=0, atol=1e-9) for each in expected), name
-    training.optimizers[model].zero_grad()
+    model.zero_grad()
     training.compare()
 
 
@@ -212,33 +185,16 @@ def test_gradients_that_wait_on_the_slots_outlive_a_failed_backward(layer, slots
 @pytest.mark.parametrize("what", ["a step", "a backward"])
 def test_a_backward_beside_one_that_has_failed_is_refused(what, slots):
     """The first one's error is there while a thread is in a node of it, and the second one returns before it leaves."""
-    training = Training(slots)
-    model, optimizer = training.model, training.optimizers[training.model]
-    may_leave, is_inside = threading.Event(), threading.Event()
-
-    def wait(gradient: Tensor) -> None:
-        if gradient.device == torch.device(slots[1]):
-            is_inside.set()
-            assert may_leave.wait(60)
-
-    def fail(gradient: Tensor) -> None:  # in the thread that has called backward
-        assert is_inside.wait(60)
-        raises(gradient)
-
-    def let_backward_fail(module: nn.Module, inputs: object, output: Tensor) -> None:
-        output.register_hook(wait)
-
-    handle = model.layers[0].register_forward_hook(let_backward_fail)
-    on_host = torch.zeros((), dtype=torch.float64, requires_grad=True) * 1
-    on_host.register_hook(fail)
-    failing = mean_square_loss(model(batch(slots, 300))).cpu() + on_host
-    handle.remove()
+    training, held = Training(slots), Held()
+    model = training.model
+    optimizer = torch.optim.SGD(model.parameters())
+    failing = held.failing(model, batch(slots, 300), model.units()[0], slots[1])
     second, third = (mean_square_loss(model(batch(slots, 301)[:1])) for _ in range(2))
     with pytest.raises(ArithmeticError):
         failing.backward()
     second.backward()
     torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()  # of other parameters: not refused, and does not wait
-    leaves = threading.Timer(0.2, may_leave.set)
+    leaves = threading.Timer(0.2, held.released.set)
     leaves.start()
     if what == "a backward":
         leaves.join()
@@ -256,16 +212,16 @@ def test_a_backward_beside_one_that_has_failed_is_refused(what, slots):
 @pytest.mark.counts_memory
 def test_errors_leave_no_threads_and_no_objects(slots):
     training = Training(slots)
-    model, optimizer = training.model, training.optimizers[training.model]
+    model = training.model
 
     def run() -> None:
         for kind, layer in itertools.product(("forward", "hook", "backward"), range(4)):
-            model.layers[layer].fails[0] = kind
+            model.units()[layer].fails[0] = kind
             with pytest.raises(ArithmeticError), no_sync(model) if layer == 2 else nullcontext():
-                training._run(model, batch(slots, next(training.seed), marked=layer))
-            model.layers[layer].fails[0] = ""
-            optimizer.zero_grad()
-            training.step()
+                training.run(model, batch(slots, next(training.seed), marked=layer))
+            model.units()[layer].fails[0] = ""
+            model.zero_grad()
+            training.compare()
         wait_for_the_engine(slots)
 
     run()

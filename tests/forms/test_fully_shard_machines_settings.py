@@ -13,7 +13,7 @@ from dataparallel.comm.streams.current import streams_joined
 from dataparallel.composable import CPUOffloadPolicy, MixedPrecisionPolicy
 from dataparallel.testing.steps import assert_equal
 from machine_ranks import on_machines
-from sharded_machines import EACH_SPREAD, over, ranks_of, slots_of
+from sharded_machines import EACH_SPREAD, SPREADS, over, ranks_of, slots_of
 from sharded_steps import gradients
 
 
@@ -96,11 +96,6 @@ def unused_on_one(rank: int, devices: list[Any], way: str) -> None:
     assert found["branches.1.weight"] is None
 
 
-@pytest.mark.parametrize("way", ["hybrid", "2-D, one of each"])
-def test_a_parameter_has_a_gradient_if_any_machine_uses_it(way):
-    run(unused_on_one, way)
-
-
 # ---- gradients that wait --------------------------------------------------------------------------------------------
 
 
@@ -134,11 +129,6 @@ def waits_for_all_reduce(rank: int, devices: list[Any], way: str) -> None:
     assert_as_by_one(net, twin)
 
 
-@pytest.mark.parametrize("way", ["hybrid", "2-D, one of each", "2-D"])
-def test_without_all_reduce_gradients_wait_for_other_machines(way):
-    run(waits_for_all_reduce, way)
-
-
 def waits_on_slots_and_for_all_reduce(rank: int, devices: list[Any], way: str) -> None:
     net = made(devices, way)
     with net.no_sync():
@@ -151,11 +141,6 @@ def waits_on_slots_and_for_all_reduce(rank: int, devices: list[Any], way: str) -
     backward(net, rank, 4, devices[0])
     backward(net, rank, 5, devices[0])
     assert_as_by_one(net, by_one(devices, [1, 2, 3, 4, 5]))
-
-
-@EACH_SPREAD
-def test_all_kinds_of_waiting_together(way):
-    run(waits_on_slots_and_for_all_reduce, way)
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
@@ -180,11 +165,6 @@ def settings(rank: int, devices: list[Any], way: str) -> None:
     assert_equal(gradients(net), expected, "gradients", atol=1e-9)
 
 
-@EACH_SPREAD
-def test_the_hook_and_the_factor(way):
-    run(settings, way)
-
-
 def penalties(rank: int, devices: list[Any], way: str) -> None:
     """Each machine has the same penalty on the same parameters, and averages only what it has summed of its samples."""
     net, one = made(devices, way), by_one(devices, [1])
@@ -205,11 +185,6 @@ def penalties(rank: int, devices: list[Any], way: str) -> None:
         assert_equal(gradients(net), expected, "gradients that have waited", atol=1e-9)
 
 
-@EACH_SPREAD
-def test_penalties_are_not_averaged_and_reach_hooks_with_the_sums(way):
-    run(penalties, way)
-
-
 def backward_on_other_streams(rank: int, devices: list[Any], way: str) -> None:
     """The clocks see it if the optimizer, on those streams, does not wait for all sums."""
     net = made(devices, way)
@@ -223,12 +198,6 @@ def backward_on_other_streams(rank: int, devices: list[Any], way: str) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.devices("sim")
-@EACH_SPREAD
-def test_backward_on_other_streams_than_the_forward(way):
-    run(backward_on_other_streams, way)
-
-
 def arrives_on_the_host(rank: int, devices: list[Any], way: str) -> None:
     """What the host has waited for, any stream may read."""
     net, x = made(devices, way, offload_policy=CPUOffloadPolicy()), batch(rank, 0, devices[0]).requires_grad_()
@@ -240,8 +209,9 @@ def arrives_on_the_host(rank: int, devices: list[Any], way: str) -> None:
 
 @pytest.mark.devices("sim")
 @EACH_SPREAD
-def test_the_host_has_waited_for_gradients_in_its_memory(way):
-    run(arrives_on_the_host, way)
+@pytest.mark.parametrize("function", [backward_on_other_streams, arrives_on_the_host])
+def test_streams(function, way):
+    run(function, way)
 
 
 # ---- policies -------------------------------------------------------------------------------------------------------
@@ -268,6 +238,12 @@ def policies(rank: int, devices: list[Any], way: str) -> None:
         assert_as_by_one(net, one, atol)
 
 
-@EACH_SPREAD
-def test_policies(way):
-    run(policies, way)
+IN_EACH_SPREAD = [waits_on_slots_and_for_all_reduce, settings, penalties, policies]
+CASES = [(function, way) for function in IN_EACH_SPREAD for way in SPREADS]
+CASES += [(waits_for_all_reduce, way) for way in SPREADS if way != "1-D"]
+CASES += [(unused_on_one, way) for way in ("hybrid", "2-D, one of each")]
+
+
+@pytest.mark.parametrize(("function", "way"), CASES)
+def test_gradients_are_those_of_one_device(function, way):
+    run(function, way)

@@ -26,7 +26,6 @@ from sharded_steps import (
     batches_of,
     gradients,
     on_device,
-    several_loops,
     sharded,
     state,
     train,
@@ -44,7 +43,7 @@ class Moving(Layer):
 
 class TestParameters:
     @pytest.mark.slots(3, long=[2, 8])
-    @several_loops
+    @pytest.mark.parametrize("loop", ["one_backward", "the_last_summed", "last_forward_first"])
     @pytest.mark.parametrize("stay", [False, True], ids=["freed after forward", "full until backward"])
     def test_forward_may_give_a_parameter_other_memory(self, stay, loop, slots):
         """That memory is gone when the unit is freed, and the next gather is seen."""

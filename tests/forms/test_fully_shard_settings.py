@@ -6,36 +6,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backends_events import BackendsEvent
 from clocked import timeline
 from dataparallel import comm
-from dataparallel.comm.streams.current import streams_set
-from dataparallel.composable import CPUOffloadPolicy
 from dataparallel.testing.cases import numbers, seeded
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from made_units import recorded_gathers
-from sharded_steps import gradients, on_device, sharded, whole
+from sharded_chains import Chain, Layer
+from sharded_steps import gradients, on_device, sharded
 
-WIDTH = 16
 
-
-class Model(nn.Module):
-    """An embedding and layers, all of them units, and a layer of the model's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.last = nn.Linear(WIDTH, 3)
-
-    def units(self) -> list[nn.Module]:
-        return [self.embedding, *self.layers]
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.last(x)
+def build() -> Chain:
+    """An embedding and layers, all of them units."""
+    return Chain(nn.Embedding(7, 6), Layer(), Layer(), Layer(), own=0)
 
 
 def tokens(slots: list, seed: int = 0) -> Tensor:
@@ -43,12 +25,12 @@ def tokens(slots: list, seed: int = 0) -> Tensor:
     return (x * 10).long().remainder(7).to(slots[0])
 
 
-def make(slots: list, **options: Any) -> Any:
-    return sharded(on_device(seeded(Model), slots[0]), slots, **options)
+def make(slots: list) -> Any:
+    return sharded(on_device(seeded(build), slots[0]), slots)
 
 
 def twin_of(slots: list) -> Any:
-    return on_device(seeded(Model), slots[0])
+    return on_device(seeded(build), slots[0])
 
 
 def backward(model: Any, slots: list, seed: int = 0) -> None:
@@ -58,39 +40,6 @@ def backward(model: Any, slots: list, seed: int = 0) -> None:
 @pytest.mark.devices("sim", "stand-in")
 class TestPostOptimEvent:
     """The optimizer steps on streams of its own. The computing streams do not wait for these."""
-
-    def step_aside(self, optimizer: Any, slots: list) -> list[torch.Event]:
-        """The optimizer's step on side streams, and an event after it on each device."""
-        self.streams = {torch.device(slot): torch.Stream(slot) for slot in slots}
-        for device, stream in self.streams.items():
-            stream.wait_stream(torch.accelerator.current_stream(device))
-        with streams_set(self.streams):
-            optimizer.step()
-        return [stream.record_event() for stream in self.streams.values()]
-
-    @pytest.mark.parametrize("kind", ["torch's events", "those of a backend", "one event"])
-    def test_gathers_wait_for_it(self, kind, slots):
-        model, twin = make(slots), twin_of(slots)
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin)]
-        for seed in range(3):
-            backward(model, slots, seed)
-            backward(twin, slots, seed)
-            events: Any = self.step_aside(optimizers[0], slots)
-            if kind == "those of a backend":
-                events = [*map(BackendsEvent, events)]
-            elif kind == "one event":
-                first = self.streams[torch.device(slots[0])]
-                for event in events:
-                    first.wait_event(event)
-                events = first.record_event()
-            model.set_post_optim_event(events)
-            optimizers[1].step()
-            found, expected = model(tokens(slots)), twin(tokens(slots))
-            assert_equal(whole(found), whole(expected), "outputs", atol=1e-9)
-            for device, stream in self.streams.items():  # the rest of this loop is on the current streams
-                torch.accelerator.current_stream(device).wait_stream(stream)
-            for optimizer in optimizers:
-                optimizer.zero_grad()
 
     @pytest.mark.apart(2)
     def test_they_wait_for_nothing_else(self, slots):
@@ -131,42 +80,17 @@ class TestPostOptimEvent:
         return before.index in reached
 
 
-@pytest.mark.parametrize("drops", [lambda model: model.zero_grad(), lambda model: model.zero_grad(False)])
-@pytest.mark.parametrize("options", [{}, {"offload_policy": CPUOffloadPolicy()}], ids=["", "offloaded"])
-def test_a_backward_that_is_not_the_last_ends_with_its_sums_too(options, drops, slots):
-    """So what it has brought may be scaled, and is gone when it is dropped, also that of a unit called alone."""
-    model, twin = make(slots, **options), twin_of(slots)
-    x = torch.ones(2 * len(slots), WIDTH, dtype=torch.float64, device=slots[0])
-    for each in (model, twin):
-        for seed, is_last in enumerate([True, False, False, True]):
-            if each is model:
-                each.set_is_last_backward(is_last)
-            backward(each, slots, seed)
-            if seed == 1:
-                drops(each)
-            each.layers[1](x).sum().backward()
-            each.layers[1].weight.grad.mul_(0.5)
-    assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
-
-
 @pytest.mark.parametrize("unshards", [True, False])
 def test_a_unit_is_gathered_in_backward_unless_it_needs_no_weights(unshards, slots, monkeypatch):
     gathered = recorded_gathers(monkeypatch)
     model, twin = make(slots), twin_of(slots)
-    model.embedding.set_unshard_in_backward(unshards)
+    model.layers[0].set_unshard_in_backward(unshards)
     loss = mean_square_loss(model(tokens(slots)))
     gathered.clear()
     loss.backward()
     assert len(gathered) == (4 if unshards else 3) * len(slots)
     backward(twin, slots)
     assert_equal(gradients(model), gradients(twin), "gradients", atol=1e-9)
-
-
-def test_an_error_of_the_all_reduce_hook_is_that_of_the_backward(slots):
-    model = make(slots)
-    model.set_all_reduce_hook(lambda part: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        backward(model, slots)
 
 
 def test_gradients_that_wait_on_the_slots_stay_if_the_others_are_scaled(slots):

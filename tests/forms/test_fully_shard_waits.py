@@ -324,7 +324,7 @@ ELSEWHERE = {
     *(f"unit.py:TreeStreams.meet:{call}:1" for call in ("wait_for", "Event")),  # each purpose is one
 }
 
-GUARDS = {name: guard for name, guard in guards_in("sharded/units/").items() if "OverMachines" not in name}
+GUARDS = {name: guard for name, guard in guards_in("sharded/units").items() if "OverMachines" not in name}
 
 
 HELD = {

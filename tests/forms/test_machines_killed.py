@@ -83,7 +83,9 @@ def trained(
     Happens.now("start")
     torch.manual_seed(rank)  # rank 0 sends its values
     model: Any = Layers().double().to(devices[0])
-    if form == "1-D":
+    if form == "with a hook":
+        over("replicate", model, devices).register_comm_hook(None, all_reduced)
+    elif form == "1-D":
         sharded(model, devices, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
     else:
         over(form, model, devices)
@@ -108,11 +110,19 @@ def trained(
     return model
 
 
+def all_reduced(state: None, bucket: GradBucket) -> Any:
+    """A hook, in which others wait in the group of the user."""
+    Happens.now("hook")
+    future: Any = distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
 PLACES = {
     "at the start": ("start", 1),
     "in forward": ("forward 1", 3),
     "in backward": ("backward 1", 3),
     "between steps": ("before step 3", 1),
+    "in a hook": ("hook", 10),
 }
 """For each place its name, and how often a slot comes there until the process is killed there."""
 
@@ -180,11 +190,11 @@ def assert_others_raised(ended: list[Ended], victim: int, folder: Path, can_ask:
         assert "Start all processes again, from a checkpoint" in text
 
 
-CASES = [*((place, ranks, 1) for place in PLACES for ranks in (2, 3)), ("in backward", 3, 0)]
+CASES = [(place, ranks, 1) for place in PLACES for ranks in (2, 3) if place != "in a hook"]
+CASES = [(form, *case) for form in FORMS for case in [*CASES, ("in backward", 3, 0)]]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("place", "ranks", "victim"), CASES)
+@pytest.mark.parametrize(("form", "place", "ranks", "victim"), [*CASES, ("with a hook", "in a hook", 3, 1)])
 def test_one_of_them_is_killed(form: str, place: str, ranks: int, victim: int, tmp_path: Path) -> None:
     folder = str(tmp_path)
     ended = on_mortal_machines(
@@ -193,7 +203,8 @@ def test_one_of_them_is_killed(form: str, place: str, ranks: int, victim: int, t
     assert_others_raised(ended, victim, tmp_path)
     assert (tmp_path / "state").exists() == (place != "at the start")
     again = on_machines(train_to_the_end, form, folder, ranks=ranks, slots=2)
-    assert_equal(again, undisturbed(form, ranks), "values", atol=0)
+    # gloo adds up in an order that depends on the buckets.
+    assert_equal(again, undisturbed(form, ranks), "values", atol=1e-9 if place == "in a hook" else 0)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -204,35 +215,6 @@ def test_the_rank_with_the_store_is_killed(form: str, tmp_path: Path) -> None:
         port = free.getsockname()[1]
     ended = on_mortal_machines(train_with_a_server, form, str(tmp_path), port, ranks=3, slots=2)
     assert_others_raised(ended, 0, tmp_path, can_ask=False)
-
-
-def train_with_a_hook(rank: int, devices: list[torch.device], folder: str) -> tuple[float, str, str] | None:
-    """Rank 1 kills itself in the third call of a hook, for which the others wait in the group of the user."""
-    calls = 0
-
-    def hook(state: None, bucket: GradBucket) -> Any:
-        nonlocal calls
-        calls += 1
-        if rank == 1 and calls == 3:
-            Path(folder, "killed").write_text(str(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        future: Any = distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
-        return future.then(lambda done: done.value()[0])
-
-    model: Any = Layers().double().to(devices[0])
-    over("replicate", model, devices)
-    model.register_comm_hook(None, hook)
-    try:
-        for _ in range(STEPS):
-            model(torch.ones(4, WIDTH, dtype=torch.float64, device=devices[0])).sum().backward()
-    except Exception as error:
-        return time.time(), type(error).__name__, str(error)
-    return None
-
-
-def test_one_is_killed_in_a_hook(tmp_path: Path) -> None:
-    ended = on_mortal_machines(train_with_a_hook, str(tmp_path), ranks=3, slots=2, group_timeout=GROUP_TIMEOUT)
-    assert_others_raised(ended, 1, tmp_path)
 
 
 FEWER, MORE = 2, 4

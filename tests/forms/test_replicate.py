@@ -1,6 +1,5 @@
 """`replicate` changes how a module runs, and nothing else of it. A call runs on the slots."""
 
-import copy
 import inspect
 import types
 
@@ -19,22 +18,6 @@ from dataparallel.composable import fully_shard, register_forward_method, replic
 def layers(root):
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(root)
-
-
-class TestTheModuleIsWhatItWas:
-    @pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
-    def test_optimizers_made_before_or_after(self, layers, slots, batch, early):
-        reference = copy.deepcopy(layers)
-        ours = torch.optim.SGD(layers.parameters(), lr=0.1) if early else None
-        replicate(layers, devices=slots)
-        ours = ours or torch.optim.SGD(layers.parameters(), lr=0.1)
-        theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
-        for net, optimizer in ((layers, ours), (reference, theirs)):
-            for _ in range(2):
-                optimizer.zero_grad()
-                net(batch).square().mean().backward()
-                optimizer.step()
-        torch.testing.assert_close(layers.state_dict(), reference.state_dict(), atol=1e-9, rtol=0)
 
 
 class TestForwardMethods:
@@ -64,18 +47,14 @@ class TestForwardMethods:
 
 class TestRefusedAtApplication:
     @pytest.mark.parametrize(
-        ("arguments", "error", "message"),
+        ("arguments", "message"),
         [
-            ({"dim": "0"}, TypeError, "dim='0': expected an int"),
-            ({"dim": True}, TypeError, "dim=True"),
-            ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb=0: expected a number above 0"),
-            ({"first_bucket_mb": -1}, ValueError, "first_bucket_mb=-1"),
-            ({"ignored_modules": [nn.Linear(1, 1)]}, ValueError, r"ignored_modules\[0\], a Linear, is not below"),
-            ({"ignored_params": [nn.Parameter(torch.zeros(1))]}, ValueError, r"ignored_params\[0\] is no parameter"),
+            ({"ignored_modules": [nn.Linear(1, 1)]}, r"ignored_modules\[0\], a Linear, is not below"),
+            ({"ignored_params": [nn.Parameter(torch.zeros(1))]}, r"ignored_params\[0\] is no parameter"),
         ],
     )
-    def test_arguments(self, layers, slots, arguments, error, message):
-        with pytest.raises(error, match=message):
+    def test_arguments(self, layers, slots, arguments, message):
+        with pytest.raises(ValueError, match=message):
             replicate(layers, **{"devices": slots, **arguments})
         assert type(layers) is nn.Sequential
         replicate(layers, devices=slots)

@@ -1,12 +1,10 @@
-"""Kept replicas between passes: gradients are added on the right streams, and no former memory is held."""
-
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+"""Kept replicas between passes hold no former nodes and no former memory."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from dataparallel.comm.streams.current import streams_joined
 from dataparallel.composable import replicate
 from freed_later import freed_later
 
@@ -32,74 +30,6 @@ def module(slots: list, root: torch.device) -> nn.Linear:
     return made
 
 
-@contextmanager
-def on_another_stream(root: torch.device) -> Iterator[None]:
-    """Runs the block after earlier work of the current stream and before later work."""
-    before = torch.accelerator.current_stream(root)
-    stream = torch.Stream(root)
-    stream.wait_stream(before)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
-        before.wait_stream(stream)
-
-
-@on_accelerators
-@pytest.mark.parametrize("elsewhere", ["backward", "forward"])
-def test_what_waits_is_added_in_order_with_the_callers_stream(
-    module: nn.Linear, root: torch.device, elsewhere: str
-) -> None:
-    """A pass that reaches only the weight adds the bias's gradients at its end, where the engine orders no streams."""
-    alone = build(root)
-    x = batch(module)
-    with on_another_stream(root) if elsewhere == "forward" else nullcontext():
-        with module.no_sync():
-            module(x).sum().backward()
-        loss = module(x).sum()
-    with on_another_stream(root) if elsewhere == "backward" else nullcontext():
-        loss.backward(inputs=[module.weight])
-        module.bias.grad.mul_(2)
-    alone(x).sum().backward()
-    torch.testing.assert_close(module.bias.grad, 2 * alone.bias.grad)
-    torch.testing.assert_close(module.weight.grad, 2 * alone.weight.grad)
-
-
-@on_accelerators
-@pytest.mark.parametrize("are_apart", [True, False])
-def test_calls_on_several_streams_may_have_one_backward(slots: list, root: torch.device, are_apart: bool) -> None:
-    """Each has kept gradients on its own stream. Slots on one device need no events for one call alone."""
-    module, alone = replicate(build(root), devices=slots if are_apart else [root] * len(slots)), build(root)
-    x = batch(module)
-    with module.no_sync():
-        for _ in range(2):
-            first = module(x).sum()
-            with on_another_stream(root):
-                second = module(x).sum()
-            (first + second).backward()
-    module(x).sum().backward()
-    alone(x).sum().backward()
-    torch.testing.assert_close(module.weight.grad, 5 * alone.weight.grad)
-
-
-def test_what_is_frozen_between_forward_and_backward_gets_nothing_then_or_later(
-    slots: list, root: torch.device
-) -> None:
-    """The engine leaves its gradient out on one device, so none may wait on other slots."""
-    module, alone = replicate(build(root), devices=slots), build(root)
-    x = batch(module)
-    with module.no_sync():
-        module(x).sum().backward()
-        loss = module(x).sum()
-        module.weight.requires_grad_(False)
-        loss.backward()
-    module(x).sum().backward()
-    alone(x).sum().backward()
-    torch.testing.assert_close(module.weight.grad, alone.weight.grad)
-    torch.testing.assert_close(module.bias.grad, 3 * alone.bias.grad)
-
-
 @freed_later
 @on_accelerators
 @pytest.mark.usefixtures("warnings_are_errors")
@@ -113,7 +43,7 @@ def test_a_change_of_streams_leaves_no_former_nodes_behind(
         (module(batch(module)).sum() + weight_decay * module.weight.square().sum()).backward()
 
     step()
-    with on_another_stream(root):
+    with streams_joined({root: torch.Stream(root)}):
         step()
         step()
     step()

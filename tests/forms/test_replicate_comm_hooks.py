@@ -142,15 +142,6 @@ def test_the_next_bucket_waits_for_the_future_of_the_one_before(net, twin, slots
     assert {*most} == {1}
 
 
-@EACH
-def test_autograd_grad_returns_what_it_leaves(net, twin, slots, root):
-    model = replicated(net, slots, lambda state, bucket: done(bucket.buffer().mul_(2)))
-    x = numbers(root, 5)
-    found = torch.autograd.grad(loss(model(x)), [model.first.weight, model.last.bias])
-    expected = torch.autograd.grad(loss(twin(x)), [twin.first.weight, twin.last.bias])
-    assert_same([*found], [2 * each for each in expected])
-
-
 def test_a_recorded_backward_is_refused(net, slots, root):
     model = replicated(net, slots, unchanged)
     with pytest.raises(RuntimeError, match=r"create_graph=True.*communication hook"):
@@ -174,12 +165,10 @@ def raises(bucket: GradBucket) -> Any:
     raise KeyError("gone")
 
 
+# What else may be wrong is in tests/gradients/test_comm_hooks.
 WRONG: dict[str, Callable[[GradBucket], Any]] = {
     "raises": raises,
-    "returns no future": lambda bucket: bucket.buffer(),
-    "has no tensor": lambda bucket: done(3),  # type: ignore[arg-type]
     "has another size": lambda bucket: done(bucket.buffer()[:-1]),
-    "has another dtype": lambda bucket: done(bucket.buffer().float()),
     "fails later": lambda bucket: done(bucket.buffer()).then(lambda _: raises(bucket)),
 }
 
@@ -189,9 +178,7 @@ WRONG: dict[str, Callable[[GradBucket], Any]] = {
 def test_a_wrong_one_changes_nothing_and_the_next_step_works(wrong, net, twin, slots, root):
     x = numbers(root, 5)
     model = replicated(net, slots, Broken(WRONG[wrong]))
-    with pytest.raises(
-        (RuntimeError, TypeError, ValueError), match=r"communication hook .*Broken .*bucket 1 of \d+ \("
-    ):
+    with pytest.raises((RuntimeError, ValueError), match=r"communication hook .*Broken .*bucket 1 of \d+ \("):
         loss(model(x)).backward()
     assert all(each is None for each in gradients(model))
     for _ in range(2):

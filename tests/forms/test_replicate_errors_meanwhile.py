@@ -4,7 +4,6 @@ The slots meet at a layer. One of them raises there when all others have come, a
 """
 
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -24,43 +23,18 @@ class Meeting:
     """A place where the slots of one backward meet, after ``layer``. Slot number ``raising`` raises there."""
 
     def __init__(self, layer: int, slots: int, raising: int) -> None:
-        self.layer, self.others, self.raising = layer, slots - 1, raising
-        self._here, self._raised, self._left = threading.Semaphore(0), threading.Event(), threading.Semaphore(0)
+        self.layer, self.raising = layer, raising
+        self._here, self._raised = threading.Barrier(slots, timeout=TIMEOUT), threading.Event()
 
     def come(self, number: int) -> None:
         """Called by each slot's backward, with the slot's number."""
+        self._here.wait()
         if number == self.raising:
-            for _ in range(self.others):
-                assert self._here.acquire(timeout=TIMEOUT)
             try:
                 raise ArithmeticError("in backward")
             finally:
                 self._raised.set()
-        self._here.release()
         assert self._raised.wait(TIMEOUT)
-
-    def leave(self) -> None:
-        """Called by each slot that does not raise, when it leaves the place."""
-        self._left.release()
-
-    def have_others_left(self) -> bool:
-        return all([self._left.acquire(timeout=TIMEOUT) for _ in range(self.others)])
-
-
-class Meet(torch.autograd.Function):
-    """The place to meet; otherwise the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, meeting: Meeting, number: int) -> Tensor:
-        ctx.meeting, ctx.number = meeting, number
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.meeting.come(ctx.number)
-        passed_on = gradient * 1
-        ctx.meeting.leave()
-        return passed_on, None, None
 
 
 class Layers(nn.Module):
@@ -75,7 +49,7 @@ class Layers(nn.Module):
         for place, layer in enumerate(self.layers):
             x = torch.tanh(layer(x))
             if meeting is not None and place == meeting.layer:
-                x = Meet.apply(x, meeting, number)
+                x.register_hook(lambda gradient: meeting.come(number))
         return x
 
 
@@ -121,7 +95,6 @@ def test_in_backward(net, twin, slots, root, layer, which, settled, quietly) -> 
     meeting = Meeting(layer, len(slots), 1 if which == "first" else len(slots))
     with pytest.raises(ArithmeticError, match="in backward"), waits(net) if quietly else torch.enable_grad():
         loss(net(x, meeting)).backward()
-    assert meeting.have_others_left()
     wait_for_the_engine(slots)
     for (name, parameter), expected in zip(net.named_parameters(), whole, strict=True):
         if parameter.grad is not None:

@@ -1,6 +1,7 @@
 """Replicated over machines, a model does what it does on one device, whatever a training loop makes of it.
 
-Loops are written once: `Here.loss` is that of a rank's own batch, or on one device the mean over all ranks.
+Loops are written once: `Here.loss` is that of a rank's own batch, or on one device the mean over all ranks. Other loops
+are in test_machines.
 """
 
 from __future__ import annotations
@@ -56,23 +57,12 @@ def train(here: Here) -> list[Any]:
     return [seen, weights(here.model)]
 
 
-def accumulate(here: Here) -> list[Any]:
-    """Some backwards are summed and some wait, in any order. What `zero_grad` leaves are zeros or nothing."""
-    optimizer, seen = adamw(here.model), []
-    for round, pattern in enumerate([(False, True, False, True), (True, False, True)] * 2):
-        optimizer.zero_grad(set_to_none=round % 2 == 0)
-        for micro, is_on in enumerate(pattern):
-            if hasattr(here.model, "set_requires_gradient_sync"):
-                here.model.set_requires_gradient_sync(is_on)
-            here.loss(7 * round + micro).backward()
-        seen.append(gradients(here.model))
-        optimizer.step()
-    return [seen, weights(here.model)]
-
-
 def throw_away(here: Here) -> list[Any]:
-    """Gradients that wait are dropped, and not sent."""
-    found = []
+    """Gradients that wait are sent with those of a later step, or dropped, and not sent."""
+    with waits(here.model):
+        here.loss(0).backward()
+    here.loss(1).backward()
+    found = [gradients(here.model)]
     for set_to_none in (True, False):
         with waits(here.model):
             here.loss(0).backward()
@@ -144,27 +134,22 @@ class Tied(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Its layers are checkpointed inside the replicas."""
+    """Its layers are recomputed by a backward inside the backward."""
 
-    def __init__(self, device: torch.device, use_reentrant: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.net, self.use_reentrant = build(device), use_reentrant
-        self.head = nn.Linear(2, 2, dtype=torch.float64).to(device)
+        self.net = build(device)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.use_reentrant:
-            x = x.requires_grad_()
-        return self.head(checkpoint(self.net, x, use_reentrant=self.use_reentrant))
+        return checkpoint(self.net, x.requires_grad_(), use_reentrant=True)
 
 
 LOOPS: dict[str, tuple[Callable[[Here], Any], Callable[..., Any]]] = {
     "train": (train, build),
-    "accumulate": (accumulate, build),
     "throw away": (throw_away, build),
     "evaluate alone": (evaluate_alone, build),
     "freeze": (freeze, build),
     "tied weights and several dtypes": (three_steps, Tied),
-    "checkpoints inside": (three_steps, Checkpointed),
 }
 
 
@@ -174,7 +159,7 @@ def run(rank: int, devices: list[torch.device], name: str, average: bool) -> Any
     return loop(Here(over_machines(make(devices[0]), devices, average=average), devices[0], [rank]))
 
 
-@pytest.mark.parametrize(("name", "average"), [*((name, True) for name in LOOPS), ("train", False)])
+@pytest.mark.parametrize(("name", "average"), [(name, name != "train") for name in LOOPS])
 def test_loops_are_those_of_one_device(name: str, average: bool) -> None:
     loop, make = LOOPS[name]
     torch.manual_seed(0)
@@ -276,7 +261,7 @@ def refused(rank: int, devices: list[torch.device]) -> dict[str, str]:
     before = gradients(model)
     found["recorded"] = said(lambda: loss_of(model(x)).backward(create_graph=True))
     assert_close(gradients(model), before)
-    reentrant = in_a_group(Checkpointed(devices[0], True))
+    reentrant = in_a_group(Checkpointed(devices[0]))
     found["reentrant"] = said(lambda: loss_of(reentrant(x)).backward())
     sparse = in_a_group(nn.Sequential(nn.Embedding(4, 3, sparse=True)).double().to(devices[0]))
     found["sparse"] = said(lambda: sparse(torch.arange(4, device=devices[0])).sum().backward())

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.utils.checkpoint import checkpoint
 
-from dataparallel import DataParallel
+from dataparallel import DataParallel, prefetch
 from dataparallel.comm.streams.current import streams_joined
 from dataparallel.composable import CPUOffloadPolicy, fully_shard
 from dataparallel.composable import replicate as replicate_
@@ -41,6 +41,28 @@ from sharded_steps import on_device, whole
 WIDTH = 6
 
 
+@dataclass
+class Pair:
+    left: Tensor
+    right: Tensor
+
+
+OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "a tensor": (lambda y: y, lambda y: y),
+    "a tuple": (lambda y: (y, y.sin()), lambda y: y[0] - 0.1 * y[1]),
+    "a dict": (
+        lambda y: {"a": y, "b": {"c": [y.sin(), None, y.argmax(1)]}},
+        lambda y: y["a"] + 0.1 * y["b"]["c"][0],
+    ),
+    "a dataclass": (lambda y: Pair(y, y.cos()), lambda y: y.left - 0.1 * y.right),
+    "views": (lambda y: y.chunk(2, dim=1), lambda y: torch.cat([y[0], y[1]], dim=1)),
+    "a view": (lambda y: y.unsqueeze(1), lambda y: y.squeeze(1)),
+    "views, one unused": (lambda y: y.unbind(1), lambda y: torch.stack([y[0], y[0], *y[2:]], dim=1)),
+    "the same without a graph": (lambda y: (y.detach(), y), lambda y: y[1] + 0.1 * y[0]),
+}
+"""What a layer makes of its output, and what is made of that again. The last column stays the last."""
+
+
 @dataclass(frozen=True)
 class How:
     """One layer of the tree.
@@ -50,6 +72,7 @@ class How:
         calls: how often what is around it calls it.
         recomputed: ``use_reentrant`` of a checkpoint around its calls, or `None` without one.
         works_in_place: its first operator changes its input.
+        output: one of `OUTPUTS`. A reentrant checkpoint takes tensors alone.
         below: its children.
     """
 
@@ -57,12 +80,17 @@ class How:
     calls: int = 1
     recomputed: bool | None = None
     works_in_place: bool = False
+    output: str = "a tensor"
     below: tuple[How, ...] = ()
 
     @property
     def is_reentrant(self) -> bool:
         """Of units alone. The unit around another layer may be free when that is recomputed in another backward."""
         return bool(self.recomputed) and self.is_unit
+
+    @property
+    def packing(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        return OUTPUTS["a tensor" if self.recomputed else self.output]
 
 
 def all_of(tree: tuple[How, ...]) -> list[How]:
@@ -74,10 +102,10 @@ class Layer(Fragile):
         super().__init__(WIDTH)
         self.how, self.below = how, nn.ModuleList(map(Layer, how.below))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         # torch cannot recompute what changes the input of its checkpoint.
         x = x.mul_(0.98) if self.how.works_in_place and self.how.recomputed is None else x
-        return run(self.below, super().forward(x))
+        return self.how.packing[0](run(self.below, super().forward(x)))
 
 
 def run(layers: Any, x: Tensor) -> Tensor:
@@ -85,6 +113,7 @@ def run(layers: Any, x: Tensor) -> Tensor:
         for _ in range(layer.how.calls):
             how = layer.how
             y = layer(x) if how.recomputed is None else checkpoint(layer, x, use_reentrant=how.is_reentrant)
+            y = how.packing[1](y)
             x = y + 0.1 * x if how.works_in_place else y  # what was changed is used
     return x
 
@@ -127,6 +156,26 @@ def loss_of(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
+def scaled(factor: float, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if each is None else each * factor for each in tensors)
+
+
+MODULE_HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "none": lambda module: None,
+    "forward pre": lambda m: m.register_forward_pre_hook(lambda module, args: (args[0] * 1.1,)),
+    "forward pre with keywords": lambda m: m.register_forward_pre_hook(
+        lambda module, args, kwargs: (scaled(1.1, *args), kwargs), with_kwargs=True
+    ),
+    "forward": lambda m: m.register_forward_hook(lambda module, args, y: y + 0.1 * args[0].sum(1)[:, None].to(y)),
+    "forward, always": lambda m: m.register_forward_hook(
+        lambda module, args, y: None if y is None else y * 0.9, always_call=True
+    ),
+    "full backward pre": lambda m: m.register_full_backward_pre_hook(lambda module, outputs: scaled(0.5, *outputs)),
+    "full backward": lambda m: m.register_full_backward_hook(lambda module, inputs, outputs: scaled(0.5, *inputs)),
+}
+"""What they return counts. They are on the net, on a unit, on a layer of a unit or of the net."""
+
+
 def to_shards(copy: Callable[[Tensor, Tensor], Any]) -> Callable[[Any, Any], Any]:
     """Writes shard by shard. Without shards it writes to the parameter."""
 
@@ -165,12 +214,23 @@ penalties = st.sampled_from([None, None, None, "of the input", *PENALTIES])
 
 def layers(below: st.SearchStrategy[tuple[How, ...]]) -> st.SearchStrategy[How]:
     calls = st.sampled_from([1, 1, 1, 2, 0])
-    return st.builds(
-        How, st.booleans(), calls, st.sampled_from([None, None, None, True, False]), st.booleans(), below=below
-    )
+    recomputed = st.sampled_from([None, None, None, True, False])
+    outputs = st.sampled_from([*OUTPUTS])
+    return st.builds(How, st.booleans(), calls, recomputed, st.booleans(), outputs, below)
 
 
 trees = st.lists(layers(st.just(()) | st.tuples(layers(st.just(())))), min_size=1, max_size=3).map(tuple)
+
+
+CHOSEN = [
+    "is_offloaded",
+    "by_columns",
+    "stays_full",
+    "has_small_buckets",
+    "is_output_elsewhere",
+    "is_on_one_device",
+    "is_on_two_devices",
+]
 
 
 class Steps(RuleBasedStateMachine):
@@ -184,23 +244,19 @@ class Steps(RuleBasedStateMachine):
         ties=st.booleans(),
         count=counts,
         reshard=st.sampled_from([None, True, False, 2]),
-        chosen=st.fixed_dictionaries(
-            dict.fromkeys(
-                [
-                    "is_offloaded",
-                    "by_columns",
-                    "stays_full",
-                    "has_small_buckets",
-                    "is_output_elsewhere",
-                    "is_on_one_device",
-                ],
-                st.booleans(),
-            )
-        ),
+        chosen=st.fixed_dictionaries(dict.fromkeys(CHOSEN, st.booleans())),
         has_hooks=st.booleans(),
+        hook=st.tuples(st.sampled_from([*MODULE_HOOKS]), st.integers(0, 3)),
     )
     def make(
-        self, tree: tuple[How, ...], ties: bool, count: int, reshard: Any, chosen: dict[str, bool], has_hooks: bool
+        self,
+        tree: tuple[How, ...],
+        ties: bool,
+        count: int,
+        reshard: Any,
+        chosen: dict[str, bool],
+        has_hooks: bool,
+        hook: tuple[str, int] = ("none", 0),
     ) -> None:
         if ties:  # two layers make one unit, so they are called once, one after the other
             tree = (How(), How(), *tree)
@@ -209,8 +265,9 @@ class Steps(RuleBasedStateMachine):
         self.takes_reentrantly = any(each.is_reentrant for each in all_of(tree))
         self.devices = [*dict.fromkeys(map(torch.device, self.make_slots(4)))]
         self.root = self.devices[0]
-        self.reshard, self.chosen, self.has_hooks = reshard, chosen, has_hooks
+        self.reshard, self.chosen, self.has_hooks, self.hook = reshard, chosen, has_hooks, hook
         self.twin = on_device(self.build_plain, self.root)
+        self.add_module_hook(self.twin)
         self.without_model = allocated(self.devices)
         self.factors: dict[nn.Module, list[float]] = {modules[-1]: [1.0, 1.0] for modules in self.twin.units()}
         hooked: set[Tensor] = set()
@@ -229,7 +286,11 @@ class Steps(RuleBasedStateMachine):
         self.count, self.slots = count, self.make_slots(count)
         if self.chosen["is_on_one_device"]:
             self.slots = [self.slots[0]] * count
+        elif self.chosen["is_on_two_devices"]:
+            self.slots = [self.slots[number % 2] for number in range(count)]
         self.net: Any = on_device(self.build_plain, self.root)
+        self.add_module_hook(self.net)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.5, weight_decay=0.01)
         options: dict[str, Any] = {"output_device": "cpu" if self.chosen["is_output_elsewhere"] else None}
         if self.is_sharded:
             self.call = self.shard(options)
@@ -241,7 +302,8 @@ class Steps(RuleBasedStateMachine):
                 self.net, devices=self.slots, **options
             )
         self.parameters = dict(self.net.named_parameters())
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.5, weight_decay=0.01)
+        if self.is_sharded:  # otherwise one that was made before knows the parameters
+            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.5, weight_decay=0.01)
         if self.has_hooks:
             self.add_hooks()
         for factors in self.factors.values():
@@ -273,6 +335,10 @@ class Steps(RuleBasedStateMachine):
         for parameter in self.parameters.values():
             parameter.register_post_accumulate_grad_hook(lists_its_parameters)
         self.net.last.weight.register_hook(lambda gradient: gradient * 0.5)
+
+    def add_module_hook(self, net: Any) -> None:
+        kind, place = self.hook
+        MODULE_HOOKS[kind]((net, net.branch, net.last, net.layers[0].linear)[place])
 
     def groups(self, reshard: Any) -> Any:
         return reshard if reshard is None or isinstance(reshard, bool) or self.count == 4 else True
@@ -317,28 +383,52 @@ class Steps(RuleBasedStateMachine):
     # Forwards and backwards.
 
     @precondition(lambda self: len(self.pending) < 3)
-    @rule(size=sizes, takes=takes, needs=st.booleans(), with_event=st.booleans(), streams=streams, penalty=penalties)
-    def forward(self, size: int, takes: int, needs: bool, with_event: bool, streams: int, penalty: str | None) -> None:
+    @rule(
+        size=sizes,
+        takes=takes,
+        needs=st.booleans(),
+        with_event=st.booleans(),
+        streams=streams,
+        penalty=penalties,
+        of_some=st.booleans(),
+    )
+    def forward(
+        self,
+        size: int,
+        takes: int,
+        needs: bool,
+        with_event: bool,
+        streams: int,
+        penalty: str | None,
+        of_some: bool = False,
+    ) -> None:
+        """Hooks change gradients. With ``of_some`` some slots have no backward at all."""
         if with_event and self.is_sharded and self.root.type != "cpu":
-            self.net.set_post_optim_event([torch.accelerator.current_stream(d).record_event() for d in {*self.slots}])
+            events = [torch.accelerator.current_stream(device).record_event() for device in {*self.slots}]
+            self.net.set_post_optim_event(events if len(events) > 1 else events[0])
         x = self.batch(size, takes)
         can_penalise = not self.has_comm_hook and all(factors == [1.0, 1.0] for factors in self.factors.values())
         penalty = penalty if can_penalise and not (self.takes_reentrantly and penalty == "of the input") else None
         leaves = [x.clone().requires_grad_(needs or penalty == "of the input") for _ in range(2)]
         with self.on_other_streams(streams):
-            found, expected = (call(leaf) for call, leaf in zip((self.call, self.twin), leaves, strict=True))
+            found = self.call(leaves[0])
+        # Not the twin: torch's gradients of a module with hooks are in memory of the stream of its forward.
+        expected = self.twin(leaves[1])
         assert found.requires_grad == expected.requires_grad
         if found.requires_grad:
-            losses = [loss_of(found), loss_of(expected)]
-            if penalty is not None:
-                parameters = [self.parameters.values(), [*self.twin.parameters()]]
-                losses = [*map(self.penalised, losses, leaves, parameters, [penalty] * 2)]
+            for tensor in (found, expected, *(leaf for leaf in leaves if leaf.requires_grad)):
+                tensor.register_hook(lambda gradient: gradient * 0.75)
+            losses = [loss_of(each[: 1 if of_some else None]) for each in (found, expected)]
+            parameters = [self.parameters.values(), [*self.twin.parameters()]]
+            losses = [*map(self.penalised, losses, leaves, parameters, [penalty] * 2)]
             self.pending.append((*losses, leaves, penalty))
         else:
             assert_equal(whole(found), whole(expected), "outputs", atol=1e-9)
 
-    def penalised(self, loss: Tensor, leaf: Tensor, parameters: Any, penalty: str) -> Tensor:
+    def penalised(self, loss: Tensor, leaf: Tensor, parameters: Any, penalty: str | None) -> Tensor:
         """With the square of the input's gradient, or with what parameters bring past the units."""
+        if penalty is None:
+            return loss
         if penalty == "of the input":
             (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
             return loss + gradient.square().sum().to(loss.device)
@@ -356,17 +446,21 @@ class Steps(RuleBasedStateMachine):
         if sums:
             self.step_that_sums(*batches[0][:2])
 
-    @rule(size=sizes, takes=takes, mode=st.sampled_from([torch.no_grad, torch.inference_mode]))
-    def evaluate(self, size: int, takes: int, mode: Any) -> None:
+    @rule(size=sizes, takes=takes, mode=st.sampled_from([torch.no_grad, torch.inference_mode]), ahead=st.booleans())
+    def evaluate(self, size: int, takes: int, mode: Any, ahead: bool = False) -> None:
         x = self.batch(size, takes)
         with mode():
-            assert_equal(whole(self.call(x)), whole(self.twin(x)), "outputs", atol=1e-9)
+            for sent in prefetch([x.cpu()] * 2, self.call) if ahead else [x]:
+                assert_equal(whole(self.call(sent)), whole(self.twin(x)), "outputs", atol=1e-9)
 
-    def run_backward(self, number: int | None, retain: bool = False) -> None:
-        """Of one of the graphs, or of all together."""
+    def run_backward(self, number: int | None, retain: bool = False, asks: bool = False) -> None:
+        """Of one of the graphs, or of all together. With ``asks`` some parameters get gradients, and no others."""
         chosen = self.pending if number is None else [self.pending[number % len(self.pending)]]
-        for losses in zip(*(graph[:2] for graph in chosen), strict=True):
-            sum(losses).backward(retain_graph=retain)
+        asks = asks and not (self.takes_reentrantly or self.has_comm_hook)
+        for losses, net in zip(zip(*(graph[:2] for graph in chosen), strict=True), self.both(), strict=True):
+            parameters = self.parameters.values() if net is self.net else net.parameters()
+            inputs = [parameter for parameter in parameters if parameter.requires_grad][1::2] if asks else None
+            sum(losses).backward(retain_graph=retain, inputs=inputs or None)
         if not retain:
             self.pending = [graph for graph in self.pending if not any(graph is each for each in chosen)]
         self.waits = self.waits or not self.syncs
@@ -375,17 +469,23 @@ class Steps(RuleBasedStateMachine):
             assert_equal(*(whole(leaf.grad) for leaf in leaves), "gradients of the input", atol=1e-9)
 
     @precondition(lambda self: self.pending)
-    @rule(number=st.none() | st.integers(0, 2), retain=st.booleans(), quietly=st.booleans(), streams=streams)
-    def backward(self, number: int | None, retain: bool, quietly: bool, streams: int) -> None:
+    @rule(
+        number=st.none() | st.integers(0, 2),
+        retain=st.booleans(),
+        quietly=st.booleans(),
+        streams=streams,
+        asks=st.booleans(),
+    )
+    def backward(self, number: int | None, retain: bool, quietly: bool, streams: int, asks: bool = False) -> None:
         with self.on_other_streams(streams):
             if not (quietly and self.is_composable):
-                self.run_backward(number, retain)
+                self.run_backward(number, retain, asks)
                 if streams:  # which are behind all sums
                     self.look()
                 return
             before, self.syncs = self.syncs, False
             with self.net.no_sync():
-                self.run_backward(number, retain)
+                self.run_backward(number, retain, asks)
             self.syncs = before
 
     def on_other_streams(self, count: int) -> Any:
@@ -431,6 +531,30 @@ class Steps(RuleBasedStateMachine):
         self.pending.clear()
         for optimizer in (self.optimizer, self.of_twin):
             optimizer.step()
+
+    @precondition(lambda self: not (self.waits or self.may_be_zeros or self.pending or self.takes_reentrantly))
+    @rule(size=sizes, takes=takes)
+    def optimizers_in_backward(self, size: int, takes: int) -> None:
+        """Each parameter's step happens once, with the complete sum, and frees its gradient."""
+        self.zero_grad(True)
+        x, self.syncs = self.batch(size, takes | self.has_comm_hook), True
+        if self.is_composable:
+            self.net.set_requires_gradient_sync(True)
+        for call, parameters in ((self.call, self.parameters.values()), (self.twin, [*self.twin.parameters()])):
+            taken: list[Tensor] = []
+
+            def step(parameter: Any, taken: list[Tensor] = taken) -> None:
+                if parameter.grad is not None:  # torch calls this too where a node has none for one of its inputs
+                    parameter.data.add_(parameter.grad, alpha=-0.05)
+                    parameter.grad = None
+                    taken.append(parameter)
+
+            handles = [p.register_post_accumulate_grad_hook(step) for p in parameters if p.requires_grad]
+            if (output := call(x)).requires_grad:
+                loss_of(output).backward()
+            assert len(taken) == len({*map(id, taken)})
+            for handle in handles:
+                handle.remove()
 
     @rule(how=st.sampled_from([*WRITES]), factor=st.sampled_from([0.5, 0.9, -1.0]), which=st.integers(0, 20))
     def write(self, how: str, factor: float, which: int) -> None:
@@ -505,8 +629,11 @@ class Steps(RuleBasedStateMachine):
         mark=st.integers(0, 8),
         quietly=st.booleans(),
         at_once=st.booleans(),
+        penalty=st.sampled_from([None, *PENALTIES]),
     )
-    def a_layer_fails(self, kind: str, layer: int, size: int, mark: int, quietly: bool, at_once: bool) -> None:
+    def a_layer_fails(
+        self, kind: str, layer: int, size: int, mark: int, quietly: bool, at_once: bool, penalty: str | None
+    ) -> None:
         """The next step may follow at once, though threads of other devices may be in the backward that has failed."""
         called = [each for each in self.net.layers if each.how.calls]
         if not called:
@@ -516,7 +643,7 @@ class Steps(RuleBasedStateMachine):
         fails[0] = kind
         block = self.net.no_sync() if quietly and self.is_composable else nullcontext()
         with pytest.raises(ArithmeticError, match="in forward" if kind == "forward" else "in a"), block:
-            loss_of(self.call(x)).backward()
+            self.penalised(loss_of(self.call(x)), x, self.parameters.values(), penalty).backward()
         fails[0] = ""
         self.after_an_error(calls, kind != "forward", at_once and self.is_sharded)
 
@@ -650,7 +777,7 @@ class Steps(RuleBasedStateMachine):
         both = [[modules[0] for modules in each.units() if isinstance(modules[0], Layer)] for each in self.both()]
         if not both[0] or (self.net.ties and which % len(both[0]) == 0):
             return
-        found, expected = (units[which % len(units)](x.clone()) for units in both)
+        found, expected = ((unit := units[which % len(units)]).how.packing[1](unit(x.clone())) for units in both)
         assert_equal(whole(found), whole(expected), "outputs of a unit", atol=1e-9)
         if found.requires_grad and self.syncs and not self.waits:
             for output in (found, expected):
@@ -736,10 +863,7 @@ def test_many_random_steps(form: str, make_slots: Callable[[int], list[Any]]) ->
 def test_what_the_few_programs_of_a_short_run_may_leave_out(form: str, make_slots: Callable[[int], list[Any]]) -> None:
     program = steps_of(form, make_slots)()
     tree = (How(below=(How(works_in_place=True),)), How(works_in_place=True))
-    chosen = dict.fromkeys(
-        ["by_columns", "stays_full", "has_small_buckets", "is_output_elsewhere", "is_on_one_device"], False
-    )
-    program.make(tree, False, 3, True, {**chosen, "is_offloaded": True}, False)
+    program.make(tree, False, 3, True, {**dict.fromkeys(CHOSEN, False), "is_offloaded": True}, False)
     for penalty in ("sum", "of the input"):
         program.forward(6, 1, True, False, 0, penalty)
         program.evaluate(6, 1, torch.no_grad)

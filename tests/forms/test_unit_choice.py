@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,27 +9,21 @@ from torch import Tensor, nn
 from dataparallel.composable import MixedPrecisionPolicy, fully_shard
 from dataparallel.forms import unit_choice
 from dataparallel.forms.unit_choice import units_of
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        return x + self.mlp(x)
+from dataparallel.testing.cases import seeded, tokens
+from sharded_steps import Model, assert_same, batches_of, on_device, train
 
 
 class GPT(nn.Module):
     """Blocks below a backbone, and a head that is tied to the embedding."""
 
-    def __init__(self, blocks: int = 4, width: int = 8) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.backbone = nn.Module()
         self.backbone.embedding = nn.Embedding(11, width)
-        self.backbone.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        layer = nn.TransformerEncoderLayer
+        self.backbone.blocks = nn.ModuleList(
+            layer(width, 2, 2 * width, dropout=0.0, batch_first=True) for _ in range(4)
+        )
         self.head = nn.Linear(width, 11, bias=False)
         self.head.weight = self.backbone.embedding.weight
 
@@ -118,29 +110,11 @@ def test_a_step_equals_one_device(
     reshard: bool, slots: list, root: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unit_choice, "_LEAST_BYTES", 1)
-    torch.manual_seed(0)
-    model = GPT().double().to(root)
-    alone = copy.deepcopy(model)
+    trained = Model(seeded(GPT), tokens(5, 11))
+    model, alone = (on_device(trained.build, root) for _ in range(2))
     fully_shard(model, devices=slots, units="auto", reshard_after_forward=reshard)
     assert all(fully_shard.state(block) is not None for block in model.backbone.blocks)
-    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, alone)]
-    tokens = torch.randint(0, 11, (8, 5), device=root)
-    for _ in range(3):
-        for each, optimizer in zip((model, alone), optimizers, strict=True):
-            each(tokens).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(ours.detach().full_tensor(), theirs.detach(), atol=1e-9, rtol=1e-9)
-
-
-@ONLY_CPU
-@pytest.mark.parametrize("given", ["blocks", True, 3])
-def test_another_value_is_refused_before_anything_is_sharded(given: object, slots: list) -> None:
-    model = GPT()
-    with pytest.raises((TypeError, ValueError), match=r"units=.*: expected 'auto' or None"):
-        fully_shard(model, devices=slots, units=given)  # type: ignore[arg-type]
-    assert not any(fully_shard.state(module) for module in model.modules())
+    assert_same(*(train(each, batches_of(trained, slots)) for each in (model, alone)))
 
 
 @ONLY_CPU

@@ -192,23 +192,10 @@ def test_every_option_can_be_read_and_is_kept_by_copies(net: Net, slots: list) -
         assert {name: getattr(each.options, name) for name in OPTIONS} == GIVEN
 
 
-@pytest.mark.parametrize("name", sorted(WrapperOptions.assignable))
-def test_an_assigned_option_is_that_of_the_constructor(name: str, net: Net, slots: list) -> None:
-    model = DataParallel(net, slots)
-    setattr(model.options, name, GIVEN[name])
-    assert f"{name}={GIVEN[name]!r}" in repr(model.options)
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "error", "says"),
+    ("name", "value", "error", "says"),  # others are in tests/test_arguments
     [
         ("chunk_sizes", [1, 2], ValueError, "has 2 entries for 3 slots"),
-        ("workers", 0, ValueError, "workers=0: expected an int above 0 or None"),
-        ("workers", "all", TypeError, "workers='all': expected an int"),
-        ("serial", "yes", TypeError, "expected True, False or None"),
-        ("bucket_cap_mb", 0, ValueError, "expected a number above 0"),
-        ("scalars", "max", ValueError, "expected 'mean', 'sum'"),
-        ("pad", "left", TypeError, "expected a number"),
         ("compile", True, AttributeError, "pass other options where you give the module its form"),
         ("chunk_size", [1, 2, 4], AttributeError, "one may assign chunk_sizes, workers"),
         ("output_device", 0, AttributeError, "write model.output_device, as in torch"),
