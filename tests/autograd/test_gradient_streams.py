@@ -250,3 +250,19 @@ def test_a_sum_that_nobody_uses_is_not_freed_while_it_is_written(
             wrap(model, slots)(x).square().sum().backward()
     gc.collect()
     settle()
+
+
+def test_a_gradient_that_is_no_part_of_a_buffer_is_not_freed_while_the_caller_reads_it(
+    slots: list, root: torch.device
+) -> None:
+    """A sparse sum lies in memory of a side stream, which the computing stream reads."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 8)).to(root)
+    wrapped = DataParallel(model, slots)
+    for _ in range(3):
+        wrapped(torch.arange(2 * len(slots), device=root)).square().sum().backward()
+        gradient: Any = model[0].weight.grad
+        gradient * 3
+        del gradient
+        model.zero_grad()
+    settle()

@@ -18,6 +18,7 @@ from dataparallel import DataParallel, comm
 from dataparallel.forms.kept_tensors import KeptTensors
 from dataparallel.replicas.kept_replicas import KeptReplicas
 from freed_later import freed_later
+from nogpu.pytest import settle
 
 
 def test_until_then_the_source_has_slot_0s(both: Any) -> None:
@@ -122,3 +123,34 @@ def test_gradients_that_were_added_on_a_slot_which_has_none_in_the_pass_that_sum
         both.wrapped(x[:samples]).square().sum().backward()
         sum(both.twin(chunk).square().sum() for chunk in x[:samples].chunk(len(slots))).backward()
     both.compare()
+
+
+class OtherStreams(nn.Module):
+    """Uses ``branch`` in evaluation only."""
+
+    def __init__(self, root: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.branch = (nn.Linear(4, 4).double().to(root) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) if self.training else self.branch(self.first(x))
+
+
+@pytest.mark.devices("sim", "cuda")
+def test_what_waits_is_added_on_the_stream_that_has_written_grad(both_of: Callable, slots: list) -> None:
+    """Its memory may be free as soon as the pass has ended, which may have run on other streams."""
+    both, root = both_of(OtherStreams), torch.device(slots[0])
+    x, current, other = both.x(), torch.accelerator.current_stream(root), torch.Stream(root)
+    for module in both.modules:
+        module.eval()
+    both.backward(x, False, ["branch.weight", "branch.bias"])
+    assert both.kept() > 0
+    for module in both.modules:
+        module.train()
+    other.wait_stream(current)
+    with other:
+        both.backward(x)
+    assert both.kept() == 0
+    both.net.branch.zero_grad()
+    settle()

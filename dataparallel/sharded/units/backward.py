@@ -186,6 +186,17 @@ class WaitingSums:
     def __bool__(self) -> bool:
         return bool(self.matrices or self.direct)
 
+    def received(self, number: int) -> Sequence[Tensor] | None:
+        """The matrices of a slot or owner, for use on the current stream of its device.
+
+        They may lie in memory of another stream: that of the forward whose gradients wait.
+        """
+        matrices = self.matrices.get(number)
+        for matrix in matrices or ():
+            if (reader := current_streams([matrix.device]).get(matrix.device)) is not None:
+                matrix.record_stream(reader)
+        return matrices
+
     def note(self) -> None:
         """Notes to which ``.grad`` the gradients belong. The computing streams are current."""
         self._former = {i: FormerShardedGrad(self._parameters[i]) for i in sorted(self.present | {*self.direct})}
@@ -598,7 +609,8 @@ class UnitGradients:
     def _waited(self, slot: int, waiting: WaitingSums, ended: BackwardPass) -> Delivery:
         """Returns the delivery of a slot that brings nothing in this pass, but has waiting gradients."""
         delivery = self._empty_delivery(slot, ended)
-        delivery.gradients, delivery.present = [*waiting.matrices[slot]], waiting.present
+        with streams_set(ended.computing):
+            delivery.gradients, delivery.present = [*(waiting.received(slot) or ())], waiting.present
         delivery.tables = self.unit.tables
         return delivery
 
@@ -655,7 +667,7 @@ class UnitGradients:
         """Returns the slot's delivery, which includes the gradients that wait there, unless a delivery has them."""
         self._refuse_sparse(grads)
         unit, device = self.unit, self.unit.slots[slot]
-        waiting = None if slot in self._added else self.waiting.matrices.get(slot)
+        waiting = None if slot in self._added else self.waiting.received(slot)
         of_parameter = dict(zip(unit.trainable, grads, strict=True))
         present = {i for i, grad in of_parameter.items() if grad is not None}
         tables = unit.tables  # read once: another thread's call may end their use
@@ -882,7 +894,9 @@ class SumsOverMachines:
                 rest.append(total)
             return
         if (waiting := entry.gradients.partial) is not None:
-            total.view(self._machines.shard_size, -1)[self._machines.shard_rank].add_(waiting.matrices[owner][at])
+            matrices = waiting.received(owner)
+            assert matrices is not None
+            total.view(self._machines.shard_size, -1)[self._machines.shard_rank].add_(matrices[at])
         entry.staged[at].append(self._staged(entry, total.to(entry.sent_dtype(at))))
 
     def end_unit(self, unit: UnitGradients, present: Collection[int]) -> None:
