@@ -13,6 +13,7 @@ import torch
 from kept import Branched, assert_same, build, gradients, loss, numbers, tensors_of, with_kept_replicas
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 from dataparallel import DataParallel, comm
 from dataparallel.forms.kept_tensors import KeptTensors
@@ -154,3 +155,28 @@ def test_what_waits_is_added_on_the_stream_that_has_written_grad(both_of: Callab
     assert both.kept() == 0
     both.net.branch.zero_grad()
     settle()
+
+
+class Recomputed(nn.Module):
+    """Reentrant checkpoints start a pass on each slot, at one time where devices have threads of their own."""
+
+    def __init__(self, root: torch.device) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4).double().to(root) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.layers):
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def test_what_a_pass_keeps_is_not_void_while_another_has_yet_to_write_grad(both_of: Callable) -> None:
+    both = both_of(Recomputed)
+    for step in range(4):
+        for are_on in (False, True):
+            both.sums_are(are_on)
+            for call, _ in both.calls:
+                loss(call(both.x(step).requires_grad_())).backward()
+        both.compare()
+        both.zero_grad()
