@@ -3,8 +3,7 @@
 `stand_in` starts it, or ``python -m nogpu.cuda``, which is ``__main__``. ``possible`` says where there
 can be one, ``machine`` what the devices are like. ``start`` opens the ``libraries`` that answer in the place of CUDA's,
 and loads the ``extension`` that computes operators. ``start`` and ``inherited`` also bring it to the processes that
-this one starts. ``watching``, ``late`` and ``counts`` are what tests ask of it. Importing this package does not
-import torch.
+this one starts. ``watching`` and ``counts`` are what tests ask of it. Importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from nogpu.cuda.counts import counted as counted
-    from nogpu.cuda.late import late_schedule as late_schedule
     from nogpu.cuda.watching import check_clocks as check_clocks
     from nogpu.cuda.watching import clocks as clocks
     from nogpu.cuda.watching import described_kernels as described_kernels
@@ -39,7 +37,6 @@ __all__ = [
     "described_kernels",
     "is_stand_in",
     "late_queries",
-    "late_schedule",
     "set_capacity",
     "set_link",
     "skipped_work",
@@ -48,7 +45,6 @@ __all__ = [
 ]
 
 _IN_COUNTS = ("counted",)
-_IN_LATE = ("late_schedule",)
 _IN_WATCHING = (
     "check_clocks",
     "clocks",
@@ -69,7 +65,7 @@ def stand_in(devices: int = 8, *, like: str = "a100", hide_gpus: bool = False) -
     libraries of this package. Device memory is host memory, and operators are computed by torch's kernels for the CPU
     on it. A kernel that is not computed raises an error with its name.
 
-    Work is done when it is launched, except inside `late_schedule`, and vector clocks watch every access. They raise
+    Work is done when it is launched, and vector clocks watch every access. They raise
     ``RuntimeError`` for what a GPU could do wrong, as `nogpu.simulate` describes: ``race: ...`` and
     ``freed too early: ...``. `check_clocks` at the end of a test raises what could not be raised at once, such as an
     operator of the CPU that reads pinned memory before a copy into it is done. `late_queries` lets events answer as
@@ -135,10 +131,6 @@ def __getattr__(name: str) -> Any:
         from nogpu.cuda import counts
 
         return getattr(counts, name)
-    if name in _IN_LATE:
-        from nogpu.cuda import late
-
-        return getattr(late, name)
     if name in _IN_WATCHING:
         from nogpu.cuda import watching
 

@@ -91,7 +91,7 @@ def finish() -> None:
             return
         import torch
 
-        from nogpu.cuda import extension, late, watching
+        from nogpu.cuda import extension, watching
         from nogpu.host_threads import carry_knowledge, wait_at_exit
 
         try:
@@ -109,12 +109,11 @@ def finish() -> None:
         _make_settings()
         carry_knowledge(compiled)
         wait_at_exit()
-        late.start_if_told()
         _finished = True
 
 
 def _answer_as_the_cpu() -> None:
-    """Has operators that are late or captured know their shapes. Not earlier: it imports parts of torch."""
+    """Has operators that are skipped or captured know their shapes. Not earlier: it imports parts of torch."""
     from nogpu.cuda.watching import compiled
     from nogpu.simulated import shapes
 

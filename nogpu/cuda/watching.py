@@ -132,9 +132,11 @@ def skipped_work() -> Iterator[None]:
     """While inside, operators, copies and fills are launched and never done: memory keeps what it has.
 
     So a model of real size takes no longer than its Python, and device memory that nobody writes takes none of the
-    host's. Counts, clocks and timelines see the same launches. Values mean nothing. What cannot wait under a
-    `late_schedule` is done all the same, on whatever is in memory. Graphs may be captured outside or inside; a launch
-    inside does nothing. At the beginning all is done that was launched before.
+    host's. Counts, clocks and timelines see the same launches. Values mean nothing. Some work
+    is done all the same, on whatever is in memory: operators whose shapes depend on values, or are not known to torch's
+    meta kernels; operators of sparse and quantised tensors, and of other libraries; attention that drops weights;
+    collectives; functions of the host; kernels that are compiled at run time. Graphs may be captured outside or inside;
+    a launch inside does nothing.
     """
     _skipping.begin()
     try:

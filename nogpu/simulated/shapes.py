@@ -1,4 +1,4 @@
-"""Lets torch's meta kernels answer as the CPU's kernels do, for devices without values, late schedules and captures.
+"""Lets torch's meta kernels answer as the CPU's kernels do, for devices without values and for captures.
 
 torch has one meta kernel for an operator, and some kernels of the CPU have other auxiliary results than those of CUDA:
 other shapes, other dtypes, more memory. On simulated devices the CPU's count, because these run with ``compute=True``.

@@ -32,8 +32,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("take_untold", &standin::take_untold);
   m.def("host_reads", &host_reads);
   m.def("answer_queries_late", &answer_queries_late);
-  m.def("set_late", &standin::set_late, pybind11::call_guard<pybind11::gil_scoped_release>());
-  m.def("set_skipping", &standin::set_skipping, pybind11::call_guard<pybind11::gil_scoped_release>());
+  m.def("set_skipping", &standin::set_skipping);
   m.def("describe_kernels", [](const std::optional<std::vector<std::tuple<uintptr_t, size_t, bool>>>& accesses) {
     static thread_local std::vector<standin::Part> parts;
     standin::describe_kernels(nullptr);
@@ -44,10 +43,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       }
       standin::describe_kernels(&parts);
     }
-  });
-  m.def("late_counts", [] {
-    auto now = standin::late_counts();
-    return std::make_tuple(now.postponed, now.waiting, std::move(now.at_once));
   });
   m.def("in_skipped_kernel", &skipped::in_kernel);
   m.def("read_counts", [] {

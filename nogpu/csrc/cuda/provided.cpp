@@ -21,7 +21,7 @@ standin::StreamName name_of_current(c10::Device device) {
 }
 
 // A GPU's kernel would have written into this memory at once. The bytes are copied, because only the allocator of torch
-// may make memory of a device. An operator that is done later has no bytes yet.
+// may make memory of a device. An operator that is captured or skipped has no bytes.
 c10::DataPtr copied_to(const c10::StorageImpl& made, c10::Device device) {
   const OnDevice on(device);
   auto data = front::allocator()->allocate(made.nbytes());
@@ -64,8 +64,8 @@ clocks::Ticket launch(c10::Device device, const std::string& op, c10::ArrayRef<T
   return launch_on(name_of_current(device), op, touches, later ? standin::Turn::kLater : standin::Turn::kAtOnce);
 }
 
-bool is_late() {
-  return standin::is_late();
+bool is_skipping() {
+  return standin::is_skipping();
 }
 
 bool is_capturing() {

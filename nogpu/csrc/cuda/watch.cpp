@@ -212,9 +212,6 @@ class ClockWatcher final : public standin::Watcher {
   }
   bool host_asks(const standin::EventState& event) override {
     const bool is_of_allocator = allocators::are_asking() || (event.watched && event_in(event).is_of_allocator);
-    if (is_of_allocator && !standin::is_done(event)) {
-      return false; // it asks again
-    }
     if (!event.watched || clocks::host_knows(event_in(event))) {
       return true;
     }

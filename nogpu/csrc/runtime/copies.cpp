@@ -90,13 +90,6 @@ void move(Rows to, Rows from, Extent extent, bool broken) {
   }
 }
 
-// Pageable memory may change as soon as the call has returned.
-std::shared_ptr<std::vector<char>> staged(Rows from, Extent extent) {
-  auto bytes = std::make_shared<std::vector<char>>(extent.width * extent.height);
-  move({bytes->data(), extent.width}, from, extent, false);
-  return bytes;
-}
-
 void fill_rows(Rows to, Extent extent, uint32_t value, size_t value_bytes) {
   for (; extent.height > 0; --extent.height, to.begin += to.pitch) {
     if (value_bytes == 1) {
@@ -149,15 +142,7 @@ cudaError_t copy(const char* call, Rows to_rows, Rows from_rows, Extent extent, 
     return failed(wrong);
   }
   const bool broken = is_broken(from.device(), to.device());
-  if (from.allocation != nullptr || wait == HostWait::kAfter) {
-    in_turn(stream.name, [=] { move(to_rows, from_rows, extent, broken); });
-  } else if (is_late()) {
-    in_turn(stream.name, [to_rows, bytes = staged(from_rows, extent), extent] {
-      move(to_rows, {bytes->data(), extent.width}, extent, false);
-    });
-  } else {
-    move(to_rows, from_rows, extent, broken);
-  }
+  in_turn(stream.name, [=] { move(to_rows, from_rows, extent, broken); });
   if (wait == HostWait::kAfter) {
     wait_for_stream(stream, call);
   }

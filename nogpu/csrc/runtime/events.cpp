@@ -1,7 +1,6 @@
 // Events. A slot is used again after cudaEventDestroy, but its handle has the count of its uses, so an old one is
 // recognised.
 #include "capturing.h"
-#include "late.h"
 
 namespace standin {
 
@@ -66,11 +65,7 @@ cudaError_t check_timed(const Event& event) {
 bool event_is_done(const Event& event) {
   refuse_if_captured(event);
   auto* told = event.recorded ? watcher() : nullptr;
-  if (told != nullptr && !told->host_asks(event.state)) {
-    return false;
-  }
-  finish(event.state.place);
-  return true;
+  return told == nullptr || told->host_asks(event.state);
 }
 
 void* create_event(unsigned flags) {
@@ -126,7 +121,6 @@ void record_event(Event& event, Stream& stream, const void* caller) {
     return;
   }
   event.state.stream = stream.name;
-  event.state.place = place_of(stream.name);
   event.state.caller = caller;
   event.recorded = true;
   event.time = std::chrono::steady_clock::now();
@@ -140,7 +134,6 @@ void synchronize(Event& event, const char* call) {
   if (!event.recorded) {
     return;
   }
-  finish(event.state.place);
   count_host_wait();
   if (auto* told = watcher()) {
     told->host_waited(event.state, call);
@@ -166,7 +159,6 @@ void wait_for_event(Stream& stream, Event& event) {
     return;
   }
   order(stream);
-  come_after(stream, event.state.place);
   auto* told = watcher();
   if (told != nullptr && event.recorded) {
     told->stream_waits(stream.name, event.state);

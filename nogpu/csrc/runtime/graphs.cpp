@@ -5,7 +5,6 @@
 #include <optional>
 
 #include "capturing.h"
-#include "late.h"
 
 namespace standin {
 
@@ -64,13 +63,11 @@ class Events {
   void record(size_t event, StreamName stream) {
     auto& state = states_[event];
     state.stream = stream;
-    state.place = place_of(stream);
     if (auto* told = watcher()) {
       told->recorded(state, stream);
     }
   }
   void wait(size_t event, StreamName stream) {
-    come_after(stream_named(stream), states_[event].place);
     if (auto* told = watcher()) {
       told->stream_waits(stream, states_[event]);
     }

@@ -86,7 +86,6 @@ cudaError_t launch_kernel(const std::string& mangled_name, const Launch& launch,
     return cudaErrorInvalidResourceHandle;
   }
   if (const auto kernel = find_computed(mangled_name)) {
-    catch_up(stream.name, mangled_name.c_str());
     kernel(stream.name, arguments, launch.grid, launch.block, launch.shared_bytes);
     return cudaSuccess;
   }

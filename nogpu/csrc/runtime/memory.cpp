@@ -3,7 +3,7 @@
 #include <map>
 #include <shared_mutex>
 
-#include "late.h"
+#include "state.h"
 
 namespace standin {
 
@@ -89,14 +89,12 @@ void remove(std::unique_ptr<Allocation> allocation) {
 }
 
 // The host waits for the memory's device first, as CUDA does. It does not wait for other devices, which lose the memory
-// before that wait: the watcher is asked before, also where the device itself waits for them. Their work is done all the
-// same, because later it would end the process.
+// before that wait: the watcher is asked before, also where the device itself waits for them.
 cudaError_t free_after_wait(void* address, Kind kind, const char* call) {
   context_here();
   if (address == nullptr) {
     return cudaSuccess;
   }
-  finish_all();
   auto removed = take(address, kind);
   if (removed == nullptr) {
     return cudaErrorInvalidValue;
@@ -196,7 +194,6 @@ cudaError_t register_host(void* address, size_t bytes, unsigned flags) {
 
 cudaError_t unregister_host(void* address) {
   context_here();
-  finish_all();
   auto removed = take(address, Kind::kRegistered);
   if (removed == nullptr) {
     return cudaErrorHostMemoryNotRegistered;

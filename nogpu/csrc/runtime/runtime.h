@@ -48,8 +48,8 @@ Part part_of(const void* address, size_t bytes, bool writes, const char* argumen
 
 // Announces work on a stream, as every copy does: the implicit waits of the legacy default stream, then the watcher's
 // `launch`. Returns the message if something is wrong. Where CUDA itself refuses the work, as in a capture that is
-// invalid, the message is CUDA's, and the error is the thread's last one, as after a kernel's launch. The caller does the work at once, so all that the stream was given
-// before has been done; or passes it to `in_turn`.
+// invalid, the message is CUDA's, and the error is the thread's last one, as after a kernel's launch. The caller does the
+// work at once, which cannot be captured, or passes it to `in_turn`.
 enum class Turn { kAtOnce, kLater };
 std::string announce(StreamName stream, const char* name, const Part* parts, size_t count,
                      const CopyInfo* copy = nullptr, Turn turn = Turn::kAtOnce);
@@ -78,35 +78,21 @@ using HostKernel = void (*)(StreamName stream, void** arguments, const unsigned 
                             size_t shared_bytes);
 void add_kernel(const std::string& mangled_name, HostKernel kernel);
 
-// ---- a schedule as late as possible
+// ---- work of streams
 
-// Switched on, work that can wait is done when the host or other work that is done has to come after it. Switched off,
-// what waits is done first. Errors of work that is done late are those of the call that has waited for it.
-void set_late(bool late);
-bool is_late();
-// Does work of a stream, or keeps it until its turn. It names memory by addresses, and calls neither CUDA nor Python.
-// `announce` has let it through.
+// Does work of a stream, or keeps it for each launch of the graph if the stream captures. It names memory by addresses,
+// and calls neither CUDA nor Python. `announce` has let it through.
 void in_turn(StreamName stream, std::function<void()> work);
-// Does what the stream has been given so far, because `name` cannot wait.
-void catch_up(StreamName stream, const char* name);
-bool is_done(const EventState& event);
 
-// Switched on, work that can wait is never done, and memory keeps what it has. All else is as before. What waits already
-// is done first.
+// Switched on, work that could be captured is never done, and memory keeps what it has. All else is as before.
 void set_skipping(bool skips);
+bool is_skipping();
 
 // ---- captures
 
 bool anybody_captures();
 // True if the stream keeps what it is given. Work that `announce` cannot pass to `in_turn` is refused then.
 bool is_capturing(StreamName stream);
-
-struct LateCounts {
-  uint64_t postponed = 0; // pieces of work that had to wait
-  uint64_t waiting = 0; // now
-  std::map<std::string, uint64_t> at_once; // launches that could not wait, by name
-};
-LateCounts late_counts();
 
 // ---- counts, for tests
 

@@ -15,7 +15,6 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -34,12 +33,6 @@ struct Refused {
   cudaError_t error;
 };
 
-// Work that waits in a stream. A wait for another stream is a piece without work of its own.
-struct Postponed {
-  std::function<void()> work;
-  Place before; // to be done first
-};
-
 struct Capture; // capturing.cpp
 struct CapturedEvent;
 
@@ -54,10 +47,6 @@ struct Stream {
   uint64_t seen_by_legacy = 0;
   std::atomic<bool> captures{false};
   std::shared_ptr<Capture> capture; // that it takes part in; under the lock of capturing.cpp
-  std::deque<Postponed> queue; // these four under the lock of late.cpp
-  uint64_t latest = 0; // when its latest piece was queued
-  uint64_t given = 0; // pieces of work, ever
-  uint64_t done = 0;
 };
 
 struct Event {

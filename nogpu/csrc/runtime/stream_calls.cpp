@@ -83,7 +83,6 @@ template <class Function>
 void run_host_function(Stream& stream, const Function& function) {
   refuse_if_captured(stream); // CUDA would keep it
   order(stream);
-  catch_up(stream.name, "a function of the host");
   auto* told = watcher();
   if (told != nullptr) {
     told->host_function(stream.name, true);

@@ -3,12 +3,13 @@
 // A stream stays in memory until the process ends, so a handle of a destroyed one is recognised, and a number is never
 // used again.
 #include "capturing.h"
-#include "late.h"
 #include "properties.h"
 
 namespace standin {
 
 namespace {
+
+std::atomic<bool> skipping{false};
 
 constexpr uintptr_t kTag = uintptr_t{0x57} << 56; // no address of a program has it
 constexpr size_t kChunk = 1024;
@@ -161,7 +162,6 @@ void order(Stream& stream) {
 }
 
 void let_wait(StreamName later, StreamName earlier) {
-  come_after(stream_named(later), place_of(earlier));
   if (auto* told = watcher()) {
     told->stream_waits_for_stream(later, earlier);
   }
@@ -172,7 +172,6 @@ void wait_for_stream(Stream& stream, const char* call) {
   if (stream.name.number == 0) {
     order(stream);
   }
-  finish(place_of(stream.name));
   count_host_wait();
   if (auto* told = watcher()) {
     told->host_waited_for_stream(stream.name, call);
@@ -182,18 +181,30 @@ void wait_for_stream(Stream& stream, const char* call) {
 bool stream_is_done(Stream& stream) {
   refuse_if_captured(stream);
   auto* told = watcher();
-  if (told != nullptr && !told->host_asks_stream(stream.name)) {
-    return false;
-  }
-  finish(place_of(stream.name));
-  return true;
+  return told == nullptr || told->host_asks_stream(stream.name);
 }
 
 void wait_for_device(int device, const char* call) {
-  finish_device(device);
   count_host_wait();
   if (auto* told = watcher()) {
     told->host_waited_for_device(device, call);
+  }
+}
+
+void set_skipping(bool skips) {
+  skipping = skips;
+}
+
+bool is_skipping() {
+  return skipping;
+}
+
+void in_turn(StreamName name, std::function<void()> work) {
+  auto& stream = stream_named(name);
+  if (is_capturing(stream)) {
+    keep_work(stream, std::move(work));
+  } else if (!skipping) {
+    work();
   }
 }
 
@@ -223,8 +234,6 @@ std::string announce_or_refuse(StreamName name, const char* what, const Part* pa
   auto wrong = told == nullptr ? std::string() : told->launch(name, what, parts, count, copy);
   if (!wrong.empty()) {
     keep_untold(wrong);
-  } else if (turn == Turn::kAtOnce) {
-    catch_up(name, what);
   }
   return wrong;
 }

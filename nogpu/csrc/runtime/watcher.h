@@ -1,9 +1,8 @@
 // What the stand-in for CUDA's runtime tells a watcher: launches with the memory that they touch, and everything that
 // orders launches. The watcher is the front end in ../cuda, which has the clocks. No torch and no CUDA in this header.
 //
-// Work is done when it is launched, in the order of the calls, which is one that CUDA allows too; or as late as CUDA
-// allows, see `set_late` in runtime.h. The watcher is told of launches in either case, and says what a GPU might have done
-// in another order.
+// Work is done when it is launched, in the order of the calls, which is one that CUDA allows too. The watcher says what a
+// GPU might have done in another order.
 #pragma once
 
 #include <cstddef>
@@ -37,16 +36,9 @@ struct Part {
   const char* argument = ""; // its name, for messages
 };
 
-// A place in the work of a stream: after as many pieces as that.
-struct Place {
-  StreamName stream;
-  uint64_t count = 0;
-};
-
 // What an event has recorded.
 struct EventState {
   StreamName stream;
-  Place place;
   const void* caller = nullptr; // the code that has recorded it
   void* watched = nullptr; // the watcher's own
 };

@@ -38,8 +38,8 @@ namespace front {
 // anything else is done by the caller at once.
 clocks::Ticket launch(c10::Device device, const std::string& op, c10::ArrayRef<Touch> touches, bool later);
 
-// True while operators wait in their streams as long as possible.
-bool is_late();
+// True while work that is passed to `later` is left out.
+bool is_skipping();
 // True if the current stream of the current device captures what it is given.
 bool is_capturing();
 // Work of the current stream of the device, done in its turn.

@@ -118,7 +118,7 @@ Tensor by_address(const Tensor& tensor) {
   return layouts::strided(storage_by_address(*tensor.storage().unsafeGetStorageImpl()), c10::DispatchKey::CPU, tensor);
 }
 
-bool can_be_late(const OperatorPlan& plan, const c10::IValue* arguments) {
+bool can_be_later(const OperatorPlan& plan, const c10::IValue* arguments) {
   if (!plan.can_wait || plan.waits(arguments) || plan.leaves_elements_alone || plan.asks_about_shapes) {
     return false;
   }

@@ -1,5 +1,5 @@
-// Operators that are done later than they are launched. Their arguments are kept by address: memory of a device that is
-// freed or written too early is read as it is then, as on a GPU.
+// Operators that are captured: they are done at each launch of the graph. Their arguments are kept by address, as a graph
+// of CUDA keeps them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,8 +19,8 @@ namespace simulated {
 // A CPU tensor at the address of a tensor of a device, which keeps nothing alive.
 at::Tensor by_address(const at::Tensor& tensor);
 
-// True if nothing is known yet that keeps an operator with these arguments from being late.
-bool can_be_late(const OperatorPlan& plan, const c10::IValue* arguments);
+// True if nothing is known yet that keeps an operator with these arguments from being done later.
+bool can_be_later(const OperatorPlan& plan, const c10::IValue* arguments);
 
 // True for what a meta kernel has made. What it has made on the CPU would not go to the device.
 bool are_on_meta(c10::ArrayRef<c10::IValue> values);

@@ -29,15 +29,16 @@ bool holds_tensors(const c10::IValue& value) {
 // One call of an operator, with the device tensors and the CPU tensors, or meta tensors, that are made for it.
 class Call {
  public:
-  // If `is_late`, which includes captured, a meta kernel tells the shapes now, and the kernel of the CPU runs in its turn.
-  Call(const OperatorPlan& plan, const c10::OperatorName& name, bool is_late)
+  // If `is_later`, as in captures and where work is skipped, a meta kernel tells the shapes now, and the kernel of the CPU
+  // runs at each launch of the graph.
+  Call(const OperatorPlan& plan, const c10::OperatorName& name, bool is_later)
       : plan_(plan),
         name_(name),
-        is_late_(is_late),
-        kernel_device_(is_late || (skipped::on() && !plan.asks_about_shapes) ? c10::kMeta : c10::kCPU),
+        is_later_(is_later),
+        kernel_device_(is_later || (skipped::on() && !plan.asks_about_shapes) ? c10::kMeta : c10::kCPU),
         storages_(kernel_device_) {}
 
-  // Returns false if it cannot be late. Then nothing has happened.
+  // Returns false if it cannot be done later. Then nothing has happened.
   bool run(torch::jit::Stack* stack);
 
  private:
@@ -75,7 +76,7 @@ class Call {
 
   const OperatorPlan& plan_;
   const c10::OperatorName& name_;
-  const bool is_late_;
+  const bool is_later_;
   const c10::DeviceType kernel_device_;
   std::optional<c10::Device> device_;
   c10::Device result_device_ = c10::kCPU;
@@ -225,7 +226,7 @@ void Call::replace(c10::IValue& value, const Use& use) {
     value = std::move(replaced);
   } else if (value.isDevice() && value.toDevice().type() == kDevice) {
     value = c10::Device(kernel_device_);
-  } else if (value.isGenerator() && is_late_) {
+  } else if (value.isGenerator() && is_later_) {
     value = c10::IValue(); // it is drawn from when it is certain that the operator can be late
   } else if (value.isGenerator()) {
     const auto source = front::drawn_from(value.toGenerator());
@@ -363,19 +364,19 @@ bool Call::run(torch::jit::Stack* stack) {
   work_.called(plan_.op, arguments);
   const OnDevice on(*device_);
   const bool waits = plan_.waits(arguments);
-  const std::vector<c10::IValue> for_later(arguments, arguments + (is_late_ ? plan_.arguments : 0));
+  const std::vector<c10::IValue> for_later(arguments, arguments + (is_later_ ? plan_.arguments : 0));
   for (const auto& place : plan_.places) {
     const bool trains = place.is_written_in_training && arguments[OperatorPlan::kTraining].toBool();
     replace(arguments[place.index], {place, place.says_it_writes || place.is_written_unsaid || trains});
   }
-  if (is_late_ && !asks_meta_kernel(stack, for_later)) {
+  if (is_later_ && !asks_meta_kernel(stack, for_later)) {
     return false;
   }
-  if (is_skipped() && !is_late_ && (has_mask_ || plan_.waits_for_values)) {
+  if (is_skipped() && !is_later_ && (has_mask_ || plan_.waits_for_values)) {
     skipped::refuse(name_.name + (has_mask_ ? " with a mask" : ""));
   }
-  ticket_ = front::launch(*device_, name_.name, touches_, is_late_);
-  if (!is_late_) {
+  ticket_ = front::launch(*device_, name_.name, touches_, is_later_);
+  if (!is_later_) {
     call_kernel(stack);
   }
   for (const auto& written : written_) {
@@ -384,7 +385,7 @@ bool Call::run(torch::jit::Stack* stack) {
   for (auto value = stack->end() - static_cast<ptrdiff_t>(plan_.returns); value != stack->end(); ++value) {
     put_back(*value);
   }
-  if (is_late_) {
+  if (is_later_) {
     const c10::ArrayRef<c10::IValue> results(stack->data() + (stack->size() - plan_.returns), plan_.returns);
     front::later(*device_, Later(plan_, *device_, for_later, results));
   }
@@ -412,7 +413,7 @@ at::Tensor meta_alias(const at::Tensor& tensor) {
 }
 
 void run_on_cpu(const OperatorPlan& plan, torch::jit::Stack* stack, const c10::OperatorName& name) {
-  if ((front::is_late() || front::is_capturing()) && can_be_late(plan, stack->data() + (stack->size() - plan.arguments)) &&
+  if ((front::is_skipping() || front::is_capturing()) && can_be_later(plan, stack->data() + (stack->size() - plan.arguments)) &&
       Call(plan, name, true).run(stack)) {
     return;
   }
