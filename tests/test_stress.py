@@ -149,13 +149,13 @@ class Rounds:
 
     def train(self, choose: Random) -> None:
         """A model that no other thread knows, in steps of the state machine: it is changed, fails, and goes on."""
-        from test_state_machine import WRITES, How, steps_of
+        from test_state_machine import CHOSEN, WRITES, How, steps_of
 
         program = steps_of(choose.choice([*FORMS]), lambda count: self.slots[:count])()
-        chosen = ("is_offloaded", "by_columns", "stays_full", "has_small_buckets", "is_output_elsewhere")
         tree = tuple(How(choose.random() < 0.7, recomputed=choose.choice([None, False])) for _ in range(2))
-        flags = {name: choose.random() < 0.3 for name in chosen}
-        program.make(tree, False, SLOTS, choose.choice([None, True, False]), {**flags, "is_on_one_device": False}, True)
+        on_few_devices = dict.fromkeys(["is_on_one_device", "is_on_two_devices"], False)
+        chosen = {name: choose.random() < 0.3 for name in CHOSEN} | on_few_devices
+        program.make(tree, False, SLOTS, choose.choice([None, True, False]), chosen, True)
         program.load_state_dict(1.0)  # other threads set the seed too
         changes: list[Callable[[], None]] = [
             lambda: program.train_or_eval(choose.random() < 0.5, False),
@@ -163,7 +163,7 @@ class Rounds:
             lambda: program.write(choose.choice([*WRITES]), 0.9, choose.randrange(20)),
             lambda: program.freeze(choose.randrange(9), choose.random() < 0.5),
             lambda: program.options_of_calls(choose.choice([None, True]), choose.choice([None, 1, 2]), True),
-            lambda: program.a_layer_fails(choose.choice(["forward", "hook", "backward"]), 1, 6, 3, False, False),
+            lambda: program.a_layer_fails(choose.choice(["forward", "hook", "backward"]), 1, 6, 3, False, False, None),
             lambda: program.evaluate(choose.randint(1, 9), 1, torch.no_grad),
         ]
         for _ in range(choose.randint(3, 8)):
@@ -179,12 +179,13 @@ class Rounds:
         from test_random_sequences import STEPS, Sequence, check
 
         class InACheckpoint(Sequence):
-            def run(self, x: Tensor, _: Tensor | None = None) -> Tensor:
-                return peers.checkpoint(super().run, x)
+            def run(self, x: Tensor, weight: Tensor) -> Tensor:
+                return peers.checkpoint(super().run, x, weight)
 
         names = tuple(choose.choices([*STEPS], k=choose.randint(1, 5)))
         fails = (choose.randrange(SLOTS), choose.randint(0, len(names))) if choose.random() < 0.3 else None
-        check(choose.choice([Sequence, InACheckpoint])(names, fails, False, {}), self.slots)
+        kind = choose.choice([Sequence, InACheckpoint])
+        check(kind(choose.choice([*FORMS]), names, fails, False, {"chunk_sizes": [2] * SLOTS}), self.slots)
 
 
 # How often each comes beside the others.

@@ -150,7 +150,7 @@ class WaitingGradients(FormerGrad):
         super().__init__(parameter)
         self.by_slot: dict[int, KeptGradient] = {}
         self.passes: set[PassOfBackward] = set()  # reentrant checkpoints nest passes
-        self.reduced: Tensor | None = None
+        self.reduced: KeptGradient | None = None
 
 
 def hooked(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -323,7 +323,9 @@ class ReducerSums(GradientSums):
     def begin_keeping(self, source: Tensor) -> WaitingGradients:
         """See `GradientSums.begin_keeping`. The running pass adds to the ``.grad`` that is copied here."""
         waiting = super().begin_keeping(source)
-        waiting.reduced = None if source.grad is None else source.grad.clone()
+        if source.grad is not None:
+            copy = source.grad.clone()
+            waiting.reduced = KeptGradient(copy, _event_on_current_stream([copy]), {})
         return waiting
 
     def add_kept(self) -> None:
@@ -334,7 +336,7 @@ class ReducerSums(GradientSums):
         taken = super().take(bucket, written)
         # Without a ``.grad`` the gradients are void, and the engine still holds the pass that has failed.
         found = [(waiting, grad) for waiting in taken if (grad := waiting.parameter.grad) is not None]
-        of_slot_0 = [grad if waiting.reduced is None else grad - waiting.reduced for waiting, grad in found]
+        of_slot_0 = [grad if waiting.reduced is None else grad - waiting.reduced.receive() for waiting, grad in found]
         device = bucket.sources[0].device
         event = None if device.type == "cpu" or not found else ReadyEvent(torch.accelerator.current_stream(device))
         for (waiting, _), grad in zip(found, of_slot_0, strict=True):
@@ -351,7 +353,7 @@ class ReducerSums(GradientSums):
             if waiting.reduced is None or waiting.parameter.grad is None:
                 waiting.parameter.grad = None
             else:
-                waiting.parameter.grad.copy_(waiting.reduced)
+                waiting.parameter.grad.copy_(waiting.reduced.receive())
 
     def put_back(self, taken: Sequence[WaitingGradients]) -> None:
         """Lets gradients wait again after the pass that has taken them has failed. No ``.grad`` has changed."""

@@ -6,18 +6,21 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from kept import assert_same, gradients, loss, numbers
+from kept import assert_same, build, gradients, loss, numbers
 from loops import SMALL
 from torch import Tensor, nn
 from torch.futures import Future
 
-from dataparallel.comm.streams.current import streams_set
+from clocked import check_clocks
+from dataparallel.comm.streams.current import streams_joined, streams_set
 from dataparallel.composable import replicate
 from dataparallel.gradients.comm_hooks import GradBucket
+from nogpu.pytest import settle
 
 EACH = pytest.mark.slots(2, 1)
 
@@ -61,6 +64,24 @@ def test_it_is_called_once_for_each_bucket_in_their_order(net, slots, root):
         assert [index for index, _ in each] == [*range(len(each))]
         assert [last for _, last in each] == [False] * (len(each) - 1) + [True]
     assert 1 < len(calls[1]) == len(calls[2]) < len(calls[0])
+
+
+@pytest.mark.devices("sim", "stand-in")
+@pytest.mark.parametrize("is_later", [False, True], ids=["what waits", "what is summed"])
+def test_gradients_that_wait_and_their_sums_may_be_of_forwards_on_different_streams(is_later, slots, root):
+    """What the passes leave for each other lies in memory of either stream, which is not free before it was read."""
+    model, x = replicated(build(root), slots, unchanged), numbers(root, 6)
+    others = {device: torch.Stream(device) for device in {*map(torch.device, slots)}}
+    step(model, x)
+    for _ in range(2):
+        for waits in (True, False):
+            with streams_joined(others) if waits != is_later else nullcontext():
+                value = loss(model(x))
+            with model.no_sync() if waits else nullcontext():
+                value.backward()
+            del value
+        settle()
+        check_clocks()
 
 
 @EACH
