@@ -596,6 +596,7 @@ class Steps(RuleBasedStateMachine):
     @rule(moves=st.booleans())
     def converts(self, moves: bool) -> None:
         self.pending.clear()
+        wait_for_the_engine(self.slots)  # torch swaps no parameter that a graph still holds
         if moves and not self.chosen["is_offloaded"]:
             self.net.cpu().to(self.root.type if self.is_sharded else self.root)
         else:
