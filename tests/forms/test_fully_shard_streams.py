@@ -40,23 +40,6 @@ def test_gradients_that_wait_on_the_slots_belong_to_the_streams_of_the_step(slot
         check_clocks()
 
 
-@pytest.mark.parametrize("rest", ["of all slots", "of one slot"])
-def test_gradients_that_wait_may_come_from_a_forward_on_other_streams(rest, slots, root):
-    """They lie in memory of those streams, which is not free before the sums have read it."""
-    model = sequence(slots, 8, 8, 8)
-    others = {device: torch.Stream(device) for device in {*map(torch.device, slots)}}
-    x = torch.randn(2 * len(slots), 8, device=root)
-    model(x).square().mean().backward()
-    for _ in range(2):
-        with streams_joined(others):
-            output = model(x)
-        with model.no_sync():
-            output.square().mean().backward()
-        del output
-        model(x if rest == "of all slots" else x[:1]).square().mean().backward()
-        check_clocks()
-
-
 def step_of(slots: list[Any], width: int, policy: MixedPrecisionPolicy, monkeypatch: Any) -> tuple[int, int]:
     """Launches and waits of a step, without its optimizer."""
     model = sequence(slots, *[width] * 4, mp_policy=policy)

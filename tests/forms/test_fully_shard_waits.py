@@ -166,6 +166,19 @@ def a_graph_older_than_its_pass(slots: list) -> None:
         (loss + later).backward()
 
 
+def gradients_that_wait_on_other_streams(slots: list) -> None:
+    """The sums of all slots, and of one, read gradients in memory of streams of another forward."""
+    net, x = Net(slots), batch(slots)
+    net(x).square().mean().backward()
+    for samples in (len(x), 1):
+        with streams_joined(other_streams(slots)):
+            loss = net(x).square().mean()
+        with net.no_sync():
+            loss.backward()
+        del loss
+        net(x[:samples]).square().mean().backward()
+
+
 def an_optimizer_in_a_hook(slots: list) -> None:
     net, x = Net(slots), batch(slots)
     net[1][0].weight.register_post_accumulate_grad_hook(lambda parameter: halve(net))
@@ -263,6 +276,7 @@ def fail(net: Net, x: Tensor, slots: list) -> None:
 
 
 BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
+    "backward.py:WaitingSums.received:record_stream:1": (gradients_that_wait_on_other_streams, "freed too early: "),
     "backward.py:UnitGradients._delivery:Event:1": (training, "race: sum_float32 reads"),
     "backward.py:UnitGradients.deliver:release_deliveries:1": (training, "freed too early: .*sum_float32, which reads"),
     "backward.py:UnitGradients.deliver:streams_joined:1": (a_graph_older_than_its_pass, "race: sum_float32 reads"),
