@@ -156,6 +156,22 @@ class BucketRow:
         parts = [node.next_functions[first:last] for first, last in firsts]
         return [written_sources(part, bucket.sources) for part, bucket in zip(parts, self.buckets, strict=True)]
 
+    def refuse_to_leave_out(self, sums: ReducerSums) -> None:
+        """Raises if gradients wait for a ``.grad`` that the running backward, with ``inputs=``, does not write."""
+        written = self.written_sources()
+        if not sums.are_on or not any(written):
+            return
+        for bucket, positions in zip(self.buckets, written, strict=True):
+            rest = [i for i in range(len(bucket.sources)) if i not in positions]
+            sums.drop_void([bucket.sources[i] for i in rest])
+            for i in rest:
+                if sums.has_waiting(bucket.sources[i]):
+                    raise RuntimeError(
+                        f"backward(inputs=...) leaves out {bucket.names[i]!r}, whose gradients wait on the slots: with "
+                        "a communication hook, or over machines, only a backward that writes its .grad adds them up. "
+                        "Leave out inputs=, or add the parameter to it, or zero the gradients first"
+                    )
+
     def without_gradients(self) -> list[int]:
         """Returns the numbers of the buckets whose copies the running backward does not reach on any slot."""
         nodes = [(index, reference()) for index, reference in sorted(self._sum_nodes.items())]
@@ -238,10 +254,12 @@ class ModulePasses:
     def _make_passes(self, backward: PassOfBackward) -> dict[BucketRow, OrderedPass]:
         previous: OrderedPass | None = None
         passes: dict[BucketRow, OrderedPass] = {}
-        for row in self.rows:  # the oldest first
-            if row.is_reached():
-                passes[row] = OrderedPass(row, previous)
-                previous = passes[row] if passes[row].is_reduced else previous
+        rows = [row for row in self.rows if row.is_reached()]  # the oldest first
+        for row in rows:
+            row.refuse_to_leave_out(self.sums)
+        for row in rows:
+            passes[row] = OrderedPass(row, previous)
+            previous = passes[row] if passes[row].is_reduced else previous
         if passes:
             self._backward_passes.add(backward)
         _passes_of(backward).extend(passes.values())

@@ -1,5 +1,6 @@
 """Between calls other code finds the sharded parameters always, and what it writes reaches the next call."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from at_once import in_threads
 from dataparallel.composable import fully_shard
 from dataparallel.testing.steps import assert_equal, mean_square_loss
 from sharded_chains import PLAIN, assert_same_results, forward_backward
@@ -108,3 +110,22 @@ class TestUnshard:
         assert_all_sharded(several)
         assert_equal(*norms, "norms", atol=1e-9)
         assert_equal(gradients(several), gradients(pair[1]), "gradients", atol=1e-9)
+
+
+def test_the_first_calls_after_a_change_may_come_from_several_threads(slots, x):
+    """The units adapt to it once."""
+    for _ in range(8):
+        model, one = pair_with(slots)
+        for each in (model, one):
+            forward_backward(each, x)
+            next(each.parameters()).requires_grad_(False)
+            each.zero_grad()
+
+        def step(index: int, barrier: threading.Barrier, model: Any = model) -> None:
+            barrier.wait()
+            forward_backward(model, x)
+
+        in_threads(2, step)
+        for _ in range(2):
+            forward_backward(one, x)
+        assert_equal(gradients(model), gradients(one), "gradients", atol=1e-9)

@@ -163,6 +163,27 @@ def test_the_next_bucket_waits_for_the_future_of_the_one_before(net, twin, slots
     assert {*most} == {1}
 
 
+@EACH
+def test_a_backward_that_leaves_out_what_waits_is_refused(net, twin, slots, root):
+    model, x = replicated(net, slots, unchanged), numbers(root, 5)
+    with model.no_sync():
+        loss(model(x)).backward()
+    value = loss(model(x))
+    with pytest.raises(RuntimeError, match=r"leaves out '.*', whose gradients wait on the slots"):
+        value.backward(inputs=[net.first.weight])
+    loss(model(x)).backward()
+    for _ in range(2):
+        loss(twin(x)).backward()
+    assert_same(gradients(net), gradients(twin))
+    with model.no_sync():
+        loss(model(x)).backward()
+    net.zero_grad()
+    twin.zero_grad()
+    loss(model(x)).backward(inputs=[net.first.weight])
+    loss(twin(x)).backward(inputs=[twin.first.weight])
+    assert_same(gradients(net), gradients(twin))
+
+
 def test_a_recorded_backward_is_refused(net, slots, root):
     model = replicated(net, slots, unchanged)
     with pytest.raises(RuntimeError, match=r"create_graph=True.*communication hook"):

@@ -124,6 +124,10 @@ class Unit(ShardedUnit):
         """
         self.settle()
         self.refuse_overwritten()
+        with self._making:
+            self._adapt(before_packing)
+
+    def _adapt(self, before_packing: Callable[[], None]) -> None:
         self._adopt()
         self.registries.register(self.parameters)
         if self._parameter_flags != self._present_flags():
@@ -159,17 +163,16 @@ class Unit(ShardedUnit):
         self._give_attributes()
 
     def _make_slot_units(self) -> None:
-        with self._making:
-            if self.slot_units:
-                return
-            reach_parameters()
-            slot_units = []
-            for slot, device in enumerate(self.slots):
-                with naming_out_of_memory("parameters", self.name, device, self.full_bytes):
-                    slot_units.append(SlotUnit(self, self.sources, slot))
-            for slot_unit in slot_units:
-                self.gradients.attach(slot_unit)
-            self.slot_units = slot_units
+        if self.slot_units:
+            return
+        reach_parameters()
+        slot_units = []
+        for slot, device in enumerate(self.slots):
+            with naming_out_of_memory("parameters", self.name, device, self.full_bytes):
+                slot_units.append(SlotUnit(self, self.sources, slot))
+        for slot_unit in slot_units:
+            self.gradients.attach(slot_unit)
+        self.slot_units = slot_units
 
     def _give_attributes(self) -> None:
         """Gives full parameters the Python attributes that users have set on the sharded ones."""

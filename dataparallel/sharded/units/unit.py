@@ -529,7 +529,8 @@ class ShardedUnit:
         self.join_pass: Callable[..., Any] | None = None
         self.registries = Registries()
         self.streams = TreeStreams(self.slots)
-        self._making = threading.Lock()  # held while slots get their units: the first calls may come at once
+        # Held while the unit adapts to its parameters: several threads may make the first call after a change.
+        self._making = threading.Lock()
         self._make_owned()
 
     def _make_owned(self) -> None:
