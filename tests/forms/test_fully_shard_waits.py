@@ -179,6 +179,19 @@ def gradients_that_wait_on_other_streams(slots: list) -> None:
         net(x[:samples]).square().mean().backward()
 
 
+def a_change_after_steps_on_other_streams(slots: list) -> None:
+    """Shards are packed anew, and the former ones lie in memory of streams that no later step has used.
+
+    So do sums of gradients of the first block, which is called twice.
+    """
+    net, x = Net(slots), batch(slots)
+    for needs in (True, False, False, True):
+        net[0][0].weight.requires_grad_(needs)
+        with streams_joined(other_streams(slots)):
+            net(x).square().mean().backward()
+        net.zero_grad()
+
+
 def an_optimizer_in_a_hook(slots: list) -> None:
     net, x = Net(slots), batch(slots)
     net[1][0].weight.register_post_accumulate_grad_hook(lambda parameter: halve(net))
@@ -278,11 +291,13 @@ def fail(net: Net, x: Tensor, slots: list) -> None:
 BY_KERNELS: dict[str, tuple[Callable[[list], None], str]] = {
     "backward.py:WaitingSums.received:record_stream:1": (gradients_that_wait_on_other_streams, "freed too early: "),
     "backward.py:UnitGradients._delivery:Event:1": (training, "race: sum_float32 reads"),
+    "backward.py:UnitGradients.deliver:record_stream:1": (a_change_after_steps_on_other_streams, "freed too early: "),
     "backward.py:UnitGradients.deliver:release_deliveries:1": (training, "freed too early: .*sum_float32, which reads"),
     "backward.py:UnitGradients.deliver:streams_joined:1": (a_graph_older_than_its_pass, "race: sum_float32 reads"),
     "backward.py:UnitGradients.add_up:Event:1": (a_sum_that_fails, "freed too early: "),
     "backward.py:UnitGradients.add_up:wait_for:1": (training, "race: sum_float32 reads"),
     "backward.py:UnitGradients.add_up:wait_for:2": (a_sum_that_fails, "freed too early: "),
+    "unit.py:OwnedShards.pack:record_stream:1": (a_change_after_steps_on_other_streams, "freed too early: "),
     "unit.py:TreeStreams.note_casts:Event:1": (training_in_bfloat16, "race: copy_many reads"),
     "gather.py:PullSource._copying:make_wait:1": (training_in_bfloat16, "race: "),
     "gather.py:PullSource._let_go:wait_for:1": (training_in_bfloat16, "freed too early: .*copy_many, which reads"),

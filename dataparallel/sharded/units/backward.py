@@ -552,7 +552,13 @@ class UnitGradients:
         the pass's computing stream joins it, and owns the delivery.
         """
         device = self.unit.slots[slot]
-        joined = streams_joined({device: running.computing[device]} if device in running.computing else {})
+        computing = running.computing.get(device)
+        joined = streams_joined({} if computing is None else {device: computing})
+        if computing is not None and computing != current_streams([device])[device]:
+            # The engine adds gradients of several uses in memory of the graph's stream.
+            for grad in grads:
+                if grad is not None:
+                    grad.record_stream(computing)
         with stage("reduce_add", slot), self._packing_locks[slot], joined:
             running.release_deliveries(slot)
             with naming_out_of_memory("gradients", self.unit.name, device, self.full_bytes):

@@ -23,7 +23,7 @@ from dataparallel import _torch
 from dataparallel.comm import settings
 from dataparallel.comm.host import can_pin
 from dataparallel.comm.kernels import ADDRESSES, SUM_KERNELS, DeviceTable
-from dataparallel.comm.streams.current import Event, kept_stream
+from dataparallel.comm.streams.current import Event, current_streams, kept_stream
 from dataparallel.comm.tables import Part, all_gather, reduce_scatter
 from dataparallel.devices import CPU
 from dataparallel.sharded.order import note_host_reads
@@ -444,6 +444,10 @@ class OwnedShards:
                         flat = flat.pin_memory()
                     self.layout.pack(flat, parts, owner)
                     self.flats.append(flat)
+                    # The current stream comes after all calls that have read the former shards on other streams.
+                    for stream in current_streams([flat.device]).values():
+                        for part in parts:
+                            part.record_stream(stream)
                 views = [self.layout.parts_of(flat, owner) for owner, flat in enumerate(self.flats)]
             for i, parameter in enumerate(self.parameters):
                 parameter._shards = tuple(of_owner[i] for of_owner in views)
