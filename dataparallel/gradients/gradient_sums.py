@@ -242,8 +242,10 @@ class GradientSums:
             self.drop_void(bucket.sources)
             return self._take([id(bucket.sources[position]) for position in written])
 
-    def has_waiting(self, source: Tensor) -> bool:
-        return id(source) in self._waiting
+    @property
+    def ids_waiting(self) -> Set[int]:
+        """The ids of the sources whose gradients wait."""
+        return self._waiting.keys()
 
     def drop_void(self, sources: Sequence[Tensor] | None = None) -> None:
         """Frees the void gradients of ``sources``, or of all sources, except where a running pass writes ``.grad``."""

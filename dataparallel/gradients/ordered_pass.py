@@ -158,14 +158,13 @@ class BucketRow:
 
     def refuse_to_leave_out(self, sums: ReducerSums) -> None:
         """Raises if gradients wait for a ``.grad`` that the running backward, with ``inputs=``, does not write."""
-        written = self.written_sources()
-        if not sums.are_on or not any(written):
+        if not sums.are_on or not sums.ids_waiting or not any(written := self.written_sources()):
             return
         for bucket, positions in zip(self.buckets, written, strict=True):
             rest = [i for i in range(len(bucket.sources)) if i not in positions]
             sums.drop_void([bucket.sources[i] for i in rest])
             for i in rest:
-                if sums.has_waiting(bucket.sources[i]):
+                if id(bucket.sources[i]) in sums.ids_waiting:
                     raise RuntimeError(
                         f"backward(inputs=...) leaves out {bucket.names[i]!r}, whose gradients wait on the slots: with "
                         "a communication hook, or over machines, only a backward that writes its .grad adds them up. "

@@ -65,11 +65,10 @@ def stand_in(devices: int = 8, *, like: str = "a100", hide_gpus: bool = False) -
     libraries of this package. Device memory is host memory, and operators are computed by torch's kernels for the CPU
     on it. A kernel that is not computed raises an error with its name.
 
-    Work is done when it is launched, and vector clocks watch every access. They raise
-    ``RuntimeError`` for what a GPU could do wrong, as `nogpu.simulate` describes: ``race: ...`` and
-    ``freed too early: ...``. `check_clocks` at the end of a test raises what could not be raised at once, such as an
-    operator of the CPU that reads pinned memory before a copy into it is done. `late_queries` lets events answer as
-    late as on a GPU.
+    Work is done when it is launched, and vector clocks watch every access. They raise ``RuntimeError`` for what a GPU
+    could do wrong, as `nogpu.simulate` describes: ``race: ...`` and ``freed too early: ...``. `check_clocks` at the end
+    of a test raises what could not be raised at once, such as an operator of the CPU that reads pinned memory before a
+    copy into it is done. `late_queries` lets events answer as late as on a GPU.
 
     Graphs are captured and launched as on a GPU (``torch.cuda.graph``, ``torch.cuda.make_graphed_callables``). What a
     capture forbids is refused in CUDA's words. At a launch, the clocks see each captured piece of work as if it was

@@ -27,7 +27,7 @@ from dataparallel import _torch, comm
 from dataparallel.autograd.node import Node, run_first
 from dataparallel.autograd.pass_of_backward import PassOfBackward, error_of_failed_pass, running_pass
 from dataparallel.comm import settings
-from dataparallel.comm.streams.current import Event, current_streams, streams_joined, streams_set
+from dataparallel.comm.streams.current import Event, current_streams, memory_of, streams_joined, streams_set
 from dataparallel.comm.streams.held import hold
 from dataparallel.devices import CPU
 from dataparallel.gradients.gradient_sums import FormerGrad, hooked
@@ -186,13 +186,13 @@ class WaitingSums:
     def __bool__(self) -> bool:
         return bool(self.matrices or self.direct)
 
-    def received(self, number: int) -> Sequence[Tensor] | None:
+    def received(self, number: int) -> Sequence[Tensor]:
         """The matrices of a slot or owner, for use on the current stream of its device.
 
         They may lie in memory of another stream: that of the forward whose gradients wait.
         """
-        matrices = self.matrices.get(number)
-        for matrix in matrices or ():
+        matrices = self.matrices[number]
+        for matrix in matrices:
             if (reader := current_streams([matrix.device]).get(matrix.device)) is not None:
                 matrix.record_stream(reader)
         return matrices
@@ -556,9 +556,8 @@ class UnitGradients:
         joined = streams_joined({} if computing is None else {device: computing})
         if computing is not None and computing != current_streams([device])[device]:
             # The engine adds gradients of several uses in memory of the graph's stream.
-            for grad in grads:
-                if grad is not None:
-                    grad.record_stream(computing)
+            for memory in chain.from_iterable(memory_of(grad) for grad in grads if grad is not None):
+                memory.record_stream(computing)
         with stage("reduce_add", slot), self._packing_locks[slot], joined:
             running.release_deliveries(slot)
             with naming_out_of_memory("gradients", self.unit.name, device, self.full_bytes):
@@ -616,7 +615,7 @@ class UnitGradients:
         """Returns the delivery of a slot that brings nothing in this pass, but has waiting gradients."""
         delivery = self._empty_delivery(slot, ended)
         with streams_set(ended.computing):
-            delivery.gradients, delivery.present = [*(waiting.received(slot) or ())], waiting.present
+            delivery.gradients, delivery.present = [*waiting.received(slot)], waiting.present
         delivery.tables = self.unit.tables
         return delivery
 
@@ -673,7 +672,8 @@ class UnitGradients:
         """Returns the slot's delivery, which includes the gradients that wait there, unless a delivery has them."""
         self._refuse_sparse(grads)
         unit, device = self.unit, self.unit.slots[slot]
-        waiting = None if slot in self._added else self.waiting.received(slot)
+        waits = slot in self.waiting.matrices and slot not in self._added
+        waiting = self.waiting.received(slot) if waits else None
         of_parameter = dict(zip(unit.trainable, grads, strict=True))
         present = {i for i, grad in of_parameter.items() if grad is not None}
         tables = unit.tables  # read once: another thread's call may end their use
@@ -900,9 +900,7 @@ class SumsOverMachines:
                 rest.append(total)
             return
         if (waiting := entry.gradients.partial) is not None:
-            matrices = waiting.received(owner)
-            assert matrices is not None
-            total.view(self._machines.shard_size, -1)[self._machines.shard_rank].add_(matrices[at])
+            total.view(self._machines.shard_size, -1)[self._machines.shard_rank].add_(waiting.received(owner)[at])
         entry.staged[at].append(self._staged(entry, total.to(entry.sent_dtype(at))))
 
     def end_unit(self, unit: UnitGradients, present: Collection[int]) -> None:
